@@ -28,6 +28,7 @@ from segtrain.config import load_config
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import load_class_file
 from segtrain.data.read.decode import to_stored
+from segtrain.data.read.find import Window
 from segtrain.data.read.find_tiles import tile_boxes
 from segtrain.data.read.georeference import MapPlace, other_place, place_of
 from segtrain.data.read.image_formats import read_info
@@ -36,6 +37,8 @@ from segtrain.data.read.sources import source_of, sources_of
 from segtrain.data.read.tiles import TileBox, overlapping
 from segtrain.desk.survey.balance import balance
 from segtrain.desk.survey.choose_set import choose_labels
+from segtrain.desk.survey.class_ids import train_ids
+from segtrain.desk.survey.class_table import Class, Classes
 from segtrain.desk.survey.contents import ValueFacts
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
@@ -904,6 +907,67 @@ def test_ids_of_objects_may_be_one_class(folder, init, asked):
     found, _ = init("--instances", "binary", "--names", "background,cell")
     assert names(folder) == ("background", "cell")
     assert_labels(found, truth)
+
+
+# Sizes
+
+
+def at_size(label, height, width):
+    """Its nearest pixels, as Pillow finds them."""
+    return np.asarray(Picture.fromarray(label).resize((width, height), Picture.Resampling.NEAREST))
+
+
+@pytest.mark.parametrize("size", [(55, 69), (128, 160)])
+@pytest.mark.parametrize("form", ["ids", "colours", "files"])
+def test_labels_of_another_size_by_one_factor_are_drawn_anew(folder, init, asked, form, size):
+    truth = {}
+    for i, path, classes in images_in(folder, num_classes=3):
+        small = at_size(classes, *size)
+        truth[path] = at_size(small, 64, 80)
+        for k in (1, 2) if form == "files" else ():
+            save(folder / f"masks/{NAMES[k]}/t{i}.png", mask_of(small == k))
+        if form != "files":
+            save(folder / f"masks/t{i}.png", small if form == "ids" else COLORS[small])
+    said = asked()
+    assert f"in all {12 if form == 'files' else 6} files" in said
+    assert f"t0.png: {size[0]}x{size[1]}, image 64x80" in said
+    assert_same_division(init("--resize", "labels")[0], truth)
+    if form == "files":
+        found, _ = init("--resize", "labels", "--task", "multilabel")
+        assert_labels(found, {x: np.dstack([y == 1, y == 2]) for x, y in truth.items()})
+
+
+@pytest.mark.parametrize("more", [(), ("--resize", "labels")])
+@pytest.mark.parametrize("size", [(56, 80), (56, 74), (64, 79)], ids=["a band", "sides", "a row"])
+def test_labels_of_another_size_by_several_factors_are_refused(folder, refused, size, more):
+    """They would be stretched over what they do not show."""
+    write(folder, lambda x, _: at_size(x, *size))
+    said = refused(*more, code=3)
+    assert f"masks/t0.png: {size[0]}x{size[1]}, image 64x80" in said
+    assert "cut both to the same part" in said
+
+
+def test_labels_of_which_one_has_the_size_of_its_image_are_refused(folder, refused):
+    write(folder, lambda x, i: x if i == 4 else at_size(x, 32, 40))
+    assert "5 labels have another size than the image" in refused(code=3)
+
+
+def test_labels_of_the_size_of_the_images_need_no_other(folder, refused):
+    write(folder)
+    assert "--resize: no effect on labels of the size of the images" in refused("--resize=labels")
+
+
+def test_a_part_of_a_label_of_another_size_is_that_of_the_whole(tmp_path):
+    label = scene(0)[1]
+    save(tmp_path / "m.png", label[::2, ::2])
+    image = Image(("i.png",), label.shape, 3, False, "uint8", None, "", "")
+    labels = LabelSet("*.png", "ids", {"i.png": ("m.png",)}, {}, resized=True)
+    classes = Classes(tuple(Class(str(k), (k,), None, 1) for k in range(4)), (), ())
+    whole, part = (
+        train_ids(tmp_path, labels, classes, image, x) for x in (None, Window(7, 30, 20, 25))
+    )
+    np.testing.assert_array_equal(whole, np.kron(label[::2, ::2], np.ones((2, 2))))
+    np.testing.assert_array_equal(part, whole[7:27, 30:55])
 
 
 # Orientation

@@ -263,6 +263,7 @@ COMMANDS = (
         _argument("--leave-out", "what is no data: images, labels, lists", "A,B", _left_out),
         _argument("--instances", "ids number objects of one class", choices=("binary",)),
         _argument("--threshold", "grey level from which on masks show their class", "T", float),
+        _argument("--resize", "draw labels anew at the size of images", choices=("labels",)),
         _argument("--task", "multilabel: classes may overlap", choices=("multilabel",)),
         _argument("--ignore", "ids or #rrggbb that mean no data, or none", "VALUES|none", _values),
         _argument("--val", "evaluate on a part (default: 0.2), or a file of names", "PART", _part),

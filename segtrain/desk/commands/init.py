@@ -38,7 +38,8 @@ def main(args: argparse.Namespace) -> int:
         ConfigError: two readings fit (`UndecidedError`), a wrong option, or the folder exists.
     """
     words = (
-        "images labels names attribute pairs exif missing instances threshold task ignore val group"
+        "images labels names attribute pairs exif missing instances threshold resize task ignore "
+        "val group"
     )
     answers = {word: getattr(args, word) for word in (*words.split(), "channels")}
     answers["leave_out"] = args.leave_out or frozenset()
@@ -215,6 +216,8 @@ def _lines(plan: "Decisions") -> list[str]:
     if labels.upright:
         what = "as EXIF turns the images: drawn anew on the pixels as stored"
         lines.append(f"labels     {what}")
+    if labels.resized:
+        lines.append("labels     drawn anew at the size of the images, by nearest neighbour")
     lines += [f"classes    {line}" for line in plan.classes.reasons]
     lines += [f"  {line}" for line in class_table(labels, plan.classes)]
     lines.append(

@@ -63,5 +63,10 @@ def train_ids(
     if not files:  # background alone
         of_zero = (i for i, x in enumerate(classes.classes) if 0 in x.values)
         return np.full(image.size, next(of_zero, IGNORE_INDEX), np.uint8)
-    ids = class_ids(folder / files[0], labels, classes, window)
-    return to_stored(ids, image.orientation) if labels.upright else ids
+    part = None if labels.resized else window
+    ids = class_ids(folder / files[0], labels, classes, part)
+    ids = to_stored(ids, image.orientation) if labels.upright else ids
+    if not labels.resized:
+        return ids
+    top, left, *size = window or (0, 0, *image.size)
+    return contents.nearest_pixels(ids, image.size)[top : top + size[0], left : left + size[1]]

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from segtrain.data.read.thumbnails import LOSSY
-from segtrain.desk.survey.contents import label_values, read_label, single_channel
+from segtrain.desk.survey.contents import label_values, nearest_pixels, read_label, single_channel
 from segtrain.types import IGNORE_INDEX
 
 
@@ -19,6 +19,11 @@ def shows_object(path: Path, threshold: float | None = None) -> np.ndarray:
     return stored[..., :3].any(axis=2) if channel is None else channel > 0
 
 
+def _shown_at(path: Path, size: tuple[int, int], threshold: float | None) -> np.ndarray:
+    shown = shows_object(path, threshold)
+    return shown if shown.shape == size else nearest_pixels(shown, size)
+
+
 def painted(
     files: Sequence[tuple[Path, int]],
     size: tuple[int, int],
@@ -28,11 +33,12 @@ def painted(
     """The class of each pixel, and which pixels several classes claim, (H, W) int32 and bool.
 
     Smaller areas lie on larger ones, as a lesion on its liver; 0 is where no file shows anything.
+    Files of another size, which only `--resize labels` allows, become `size`.
 
     files: of two values each, and the number of its class. void: numbers that mean no class, and
         lie on all. threshold: as of `label_facts`.
     """
-    shown = [(shows_object(path, threshold), number) for path, number in files]
+    shown = [(_shown_at(path, size, threshold), number) for path, number in files]
     label, claimed = np.zeros(size, np.int32), np.zeros(size, bool)
     # Larger areas first, so that smaller ones lie on them; what means no class comes last.
     for where, number in sorted(shown, key=lambda x: (x[1] in void, -np.count_nonzero(x[0]))):
@@ -55,7 +61,7 @@ def presence(
     """
     bands = np.zeros((*size, num_classes), np.uint8)
     for path, number in sorted(files, key=lambda x: x[1] in void):
-        shown = shows_object(path, threshold)
+        shown = _shown_at(path, size, threshold)
         if number in void:
             bands[shown] = IGNORE_INDEX
         else:

@@ -13,7 +13,7 @@ from segtrain.data.read.decode import to_stored
 from segtrain.data.read.thumbnails import grey_of
 from segtrain.desk.survey import contents
 from segtrain.desk.survey.class_masks import painted
-from segtrain.desk.survey.contents import spread
+from segtrain.desk.survey.contents import nearest_pixels, spread
 from segtrain.desk.survey.image_facts import middle_window, read_bands
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
@@ -92,9 +92,10 @@ def _read_label(folder: Path, image: Image, labels: LabelSet) -> np.ndarray:
         label = painted(labels.class_files(folder, image.path), image.size, *how)[0]
     else:
         path = folder / files[0]
-        window = middle_window(path)
+        window = None if labels.resized else middle_window(path)
         label = contents.values_of(path, labels.kind, window, labels.threshold)
-    return to_stored(label, image.orientation) if labels.upright else label
+    label = to_stored(label, image.orientation) if labels.upright else label
+    return nearest_pixels(label, image.size) if labels.resized else label
 
 
 def _pair(
@@ -115,12 +116,12 @@ def _pair(
     slope /= max(float(slope.mean()), 1e-6)
     colors = _small(np.dstack([small, slope]), few).reshape(few[0] * few[1], -1)
     colors = (colors - colors.mean(axis=0)) / np.maximum(colors.std(axis=0), 1e-6)
-    values = _at(label, size)
+    values = nearest_pixels(label, size)
     # Files of several classes are painted: 0 is where none of them shows anything.
     is_zero = (values == 0) & (not labels.classes)
-    black = np.count_nonzero(~_at(stored, size)[is_zero].any(axis=1))
+    black = np.count_nonzero(~nearest_pixels(stored, size)[is_zero].any(axis=1))
     files = image.path, labels.labels[image.path][0]
-    grids = slope, colors, values, _at(label, few)
+    grids = slope, colors, values, nearest_pixels(label, few)
     return ComparedPair(place, *files, *grids, np.count_nonzero(is_zero), black)
 
 
@@ -134,12 +135,3 @@ def _grid(side: int, usual: tuple[float, float]) -> tuple[int, int]:
     scale = min(1.0, side / max(usual))
     height, width = (max(8, round(x * scale)) for x in usual)
     return height, width
-
-
-def _at(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """The nearest of the pixels (H, W) or (H, W, C) to those of a grid of this size."""
-    rows, columns = (
-        ((np.arange(number) + 0.5) * full / number).astype(int)
-        for number, full in zip(size, pixels.shape[:2], strict=True)
-    )
-    return pixels[np.ix_(rows, columns)]

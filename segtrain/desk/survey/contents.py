@@ -198,6 +198,15 @@ def packed(value: Value) -> int:
     return value if isinstance(value, int) else int.from_bytes(value)
 
 
+def nearest_pixels(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """The nearest of the pixels (H, W) or (H, W, C) to those of a grid of this size."""
+    rows, columns = (
+        ((np.arange(number) + 0.5) * full / number).astype(int)
+        for number, full in zip(size, pixels.shape[:2], strict=True)
+    )
+    return pixels[np.ix_(rows, columns)]
+
+
 def _kind(stored: np.ndarray, path: Path) -> Kind:
     """What the pixels may be, if areas are flat."""
     channel = single_channel(stored)

@@ -61,7 +61,7 @@ def decide(
             refuse_unused(vars(answers), "attribute", "labels that are pictures")
             labels = choose_labels(found, answers)
             labels = by_class(found, labels, answers)
-            labels = count_values(folder, labels, found.images, found.legends, jobs)
+            labels = count_values(found, labels, answers, jobs)
             as_turned = turned_scores(folder, found.images, labels)
             labels = choose_orientation(labels, as_turned, answers)
             found = check_pairs(found, labels, read_pairs(folder, found.images, labels), answers)

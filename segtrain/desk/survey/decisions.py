@@ -41,9 +41,9 @@ class Decisions:
         # (): an image without a file shows background alone, so its label is drawn.
         if labels.classes or labels.kind not in ("ids", "colors") or () in labels.labels.values():
             return None
-        # They lie on the picture as viewers turn it, or are transparent: training reads pixels as
-        # stored, and opaque ones alone.
-        if labels.upright or labels.has_alpha:
+        # They lie on the picture as viewers turn it, or have another size, or are transparent:
+        # training reads pixels as stored, and opaque ones alone.
+        if labels.upright or labels.resized or labels.has_alpha:
             return None
         if labels.kind == "colors" and len(self.classes.ignored) > 1:
             return None  # a class file can ignore one colour

@@ -42,7 +42,7 @@ def draw_annotations(
     if kinds[0] not in survey.annotations:
         there = first_of(survey.annotations)
         raise ConfigError(f"--labels {kinds[0]}: no such labels; found annotations of {there}")
-    refuse_unused(vars(answers), "exif ignore instances pairs threshold", "annotation files")
+    refuse_unused(vars(answers), "exif ignore instances pairs resize threshold", "annotation files")
     files = survey.annotations[kinds[0]]
     how = {"attribute": answers.attribute, "names": answers.names}
     how["others_are_empty"] = answers.missing is not None

@@ -31,6 +31,7 @@ class LabelSet:
         unclear: images that EXIF turns, if no size tells.
     overlapping: whether a pixel may have several of `classes`.
     threshold: of the grey levels of its files, from which on they show their class.
+    resized: whether files are of another size than their images, at which they are drawn anew.
     has_alpha: whether any file has an alpha channel, as `count_values` finds.
     """
 
@@ -50,6 +51,7 @@ class LabelSet:
     unclear: Set[str] = frozenset()
     overlapping: bool = False
     threshold: float | None = None
+    resized: bool = False
     has_alpha: bool = False
 
     @property

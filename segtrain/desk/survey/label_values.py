@@ -9,15 +9,23 @@ from pathlib import Path
 import numpy as np
 
 from segtrain.data.read.concurrent import for_each_pair, num_processes
-from segtrain.data.read.decode import exchanges_sides
 from segtrain.data.read.georeference import SAME_EXTENT, other_place
 from segtrain.desk.annotations.label_maps import presence_counts
 from segtrain.desk.survey import class_masks, contents
 from segtrain.desk.survey.contents import Color, Kind, LabelFacts, Value, ValueFacts
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet, total_values
+from segtrain.desk.survey.label_sizes import (
+    are_upright,
+    both_sizes,
+    common_factor,
+    label_size,
+    with_size,
+)
 from segtrain.desk.survey.names import Legend
+from segtrain.desk.survey.questions import Answers
 from segtrain.desk.survey.shades import nearest
+from segtrain.desk.survey.survey import Survey
 from segtrain.distributed.machine import process_pool
 from segtrain.errors import DataError
 from segtrain.text import counted, first_of
@@ -25,25 +33,21 @@ from segtrain.text import counted, first_of
 _OTHER_COLORS = "its palette gives the same values other colours than those before it"
 
 
-def count_values(
-    folder: Path,
-    labels: LabelSet,
-    images: Sequence[Image],
-    legends: Sequence[Legend],
-    jobs: int | None,
-) -> LabelSet:
-    """`labels` with the values of all of its files; legends: what names classes in the folder.
+def count_values(survey: Survey, labels: LabelSet, answers: Answers, jobs: int | None) -> LabelSet:
+    """`labels` with the values of all of its files.
 
     Raises:
         DataError: files that are no labels, or of another size or at another place than the image.
+        UndecidedError: all are larger or smaller than the image by one factor.
+        ConfigError: --resize, where they are not.
     """
-    by_path = {image.path: image for image in images}
+    folder, by_path = survey.root, {image.path: image for image in survey.images}
     files = [(image, file) for image, found in labels.labels.items() for file in found]
     work = partial(_facts_or_problem, folder, labels.threshold)
     with process_pool(num_processes(len(files), jobs)) as pool:
         read = list(for_each_pair(work, [file for _, file in files], pool, "reading labels"))
     if not labels.classes and () not in labels.labels.values():
-        read = _by_palettes(read, legends)
+        read = _by_palettes(read, survey.legends)
     # One file in colours means that greys of the others are colours, too: 7 is (7, 7, 7).
     is_colored = any(not isinstance(facts, str) and facts.kind == "colors" for facts in read)
     kind = "colors" if is_colored else labels.kind
@@ -52,12 +56,15 @@ def count_values(
     shows_one = labels.classes and not (labels.numbered or is_colored)
     kinds = {"ids", "two"} if shows_one else {kind}
     # Masks of several files are painted at the size of the image as stored, and never turned.
-    sizes_say = _are_upright(found, by_path)
+    sizes_say = are_upright(found, by_path)
     upright = bool(sizes_say) and not labels.classes
     # Labels of background alone lie alike either way.
     turned = {image for image, *_ in found if by_path[image].orientation != 1}
     unclear = frozenset(turned) if sizes_say is None else frozenset()
-    shown = _checked(folder, found, kinds, by_path, upright=upright)
+    wanted = {image: label_size(by_path[image], upright) for image, *_ in found}
+    factor = common_factor([(x.size, wanted[i]) for i, _, x in found if not isinstance(x, str)])
+    shown = _checked(folder, found, kinds, by_path, {} if factor else wanted)
+    labels = with_size(labels, factor, found, wanted, answers)
     if labels.classes:
         labels = _with_painted(folder, labels, by_path, jobs)
         values, shown_in = labels.values, labels.shown_in
@@ -168,12 +175,11 @@ def _checked(
     found: Iterable[tuple[str, str, LabelFacts | str]],
     kinds: Set[Kind],
     images: Mapping[str, Image],
-    *,
-    upright: bool,
+    sizes: Mapping[str, tuple[int, int]],
 ) -> dict[int, Color]:
     """The colours that palettes give to the values; found: image, file and facts of each label.
 
-    upright: as in LabelSet.
+    sizes: that labels of these images must have; of others any is right.
 
     Raises:
         DataError: as `count_values`.
@@ -182,9 +188,8 @@ def _checked(
     for image, file, facts in found:
         if problem := _problem(facts, file, shown, kinds):
             unfit.append(problem)
-        elif facts.size != _label_size(images[image], upright):
-            sides = ["x".join(map(str, size)) for size in (facts.size, images[image].size)]
-            wrong.append(f"{file}: {sides[0]}, image {sides[1]}")
+        elif facts.size != sizes.get(image, facts.size):
+            wrong.append(both_sizes(file, facts, images[image].size))
         elif what := other_place(images[image].map_place, facts.place):
             elsewhere.append(f"{file}: {what}")
         else:
@@ -197,34 +202,15 @@ def _checked(
         raise DataError(f"{folder}: {what} be read: {first_of(unfit, 5)}; {repair}")
     if wrong:
         what = counted(len(wrong), "label has", "labels have")
-        raise DataError(f"{folder}: {what} another size than the image: {first_of(wrong, 5)}")
+        cut = "cut both to the same part, and resize labels by nearest neighbour alone"
+        raise DataError(
+            f"{folder}: {what} another size than the image: {first_of(wrong, 5)}; {cut}"
+        )
     if elsewhere:
         what = counted(len(elsewhere), "label lies", "labels lie")
         where = f"elsewhere on the map than the image: {first_of(elsewhere, 5)}"
         raise DataError(f"{folder}: {what} {where}; {SAME_EXTENT}")
     return shown
-
-
-def _label_size(image: Image, upright: bool) -> tuple[int, int]:
-    return image.size[::-1] if upright and exchanges_sides(image.orientation) else image.size
-
-
-def _are_upright(
-    found: Iterable[tuple[str, str, LabelFacts | str]], images: Mapping[str, Image]
-) -> bool | None:
-    """Whether labels were made on the pictures as EXIF turns them; None: their sizes do not tell.
-
-    All labels of turned pictures that are not square have height and width exchanged. Then those
-    of upside-down and square ones were made so, too.
-    """
-    turned = [
-        facts.size == images[image].size[::-1]
-        for image, _, facts in found
-        if not isinstance(facts, str)
-        and exchanges_sides(images[image].orientation)
-        and len({*images[image].size}) == 2
-    ]
-    return all(turned) if turned else None
 
 
 def _shown(facts: LabelFacts) -> dict[int, Color]:

@@ -46,8 +46,8 @@ def is_one_picture(survey: Survey, labels: LabelSet, answers: Answers) -> bool:
         repair = "store it as TIFF (gdal_translate a.png a.tif), of which windows can be read"
         raise DataError(f"{survey.root / image.path}: the only image with a label; {repair}")
     # Windows are read of one file, as its pixels are stored.
-    if labels.classes or not files or labels.upright:
-        what = "the only image with a label, which windows need in one file, upright"
+    if labels.classes or not files or labels.upright or labels.resized:
+        what = "the only image with a label, which windows need in one file, upright, of its size"
         raise DataError(f"{survey.root / image.path}: {what}")
     what = "the only image with a label; --val 0.2 divides it"
     unused = "group val" if isinstance(answers.val, str) else "group"  # --val with a list of images

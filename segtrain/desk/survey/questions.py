@@ -31,8 +31,9 @@ class Answers:
     exif: whether labels lie on the pixels as stored, or as EXIF turns them.
     missing: what images without a label show. instances: binary: ids number objects of one class.
     task: multilabel: a pixel may have several classes. threshold: the grey level from which on
-    masks show their class. leave_out: what is no data: images (without a label), labels (without an
-    image, or unlike labels), lists (of images).
+    masks show their class. resize: labels: they are drawn anew at the size of images.
+    leave_out: what is no data: images (without a label), labels (without an image, or unlike
+    labels), lists (of images).
     """
 
     images: str | None = None
@@ -49,6 +50,7 @@ class Answers:
     instances: Literal["binary"] | None = None
     task: Literal["multilabel"] | None = None
     threshold: float | None = None
+    resize: Literal["labels"] | None = None
     leave_out: frozenset[str] = frozenset()
 
     @property

@@ -52,7 +52,7 @@ def meanings(labels: LabelSet, named: Sequence[Color], answers: Answers) -> dict
 
     Raises:
         DataError: so many colours, that labels were smoothed; or one is as close to two classes.
-        UndecidedError: colours differ by a shade, and both are frequent; or a mask has soft borders.
+        UndecidedError: colours differ by a shade, and both are frequent; a mask has soft borders.
     """
     # Whoever names or ignores values has looked at them.
     if answers.ignore is answers.names is None:
