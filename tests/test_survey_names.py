@@ -355,3 +355,13 @@ def test_what_means_no_class_is_seen_by_mark_or_name(tmp_path):
     )
     classes = read_legend(tmp_path / "config.json", "config.json").classes
     assert [one.means_no_class for one in classes] == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("folder", "split"),
+    [("DIS-TR", "train"), ("DIS-VD", "val"), ("DIS-TE4", "test"), ("t2", None), ("TEM1", None)],
+)
+def test_words_of_splits_may_be_short_or_numbered(folder, split):
+    """DIS5K has four test sets, of which none is to be trained on."""
+    (name,) = parse_names([f"data/{folder}/im/a.jpg"])
+    assert name.split == split

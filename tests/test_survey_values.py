@@ -11,6 +11,7 @@ import cv2
 import numpy as np
 import pytest
 from folders import COLORS, NAMES, images_in, labels_of, quick_init, save, write
+from PIL import Image
 
 from segtrain.data.read.classes import load_class_file, says_no_class
 
@@ -382,6 +383,45 @@ def test_objects_that_are_told_apart_in_red_alone_may_be_one_class(folder, init)
     assert init(*option.split()).code == 0
     found, _ = labels_of(folder.with_name("made"))
     assert all((label == (truth[path] > 0)).all() for path, label in found.items())
+
+
+# Black and white
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "bmp"])
+def test_white_of_1_bit_is_that_of_8_bits(folder, init, suffix):
+    """DIBCO of several years: text is black."""
+    truth = {}
+    for i, path, classes in images_in(folder, num_classes=2, number=12):
+        paper = Image.fromarray(classes == 0)  # of 1 bit
+        saved = folder / f"masks/t{i}.{suffix if i % 3 else 'png'}"
+        saved.parent.mkdir(exist_ok=True)
+        (paper.convert("1") if i % 3 else paper.convert("L")).save(saved)
+        truth[path] = (classes == 0).astype(np.uint8)
+    said = init("--labels", f"masks/*.png, masks/*.{suffix}").out
+    assert "files of 1 bit: 1 is white, as 255 in the others" in said
+    assert [row[1] for row in rows_of(said)] == ["0", "255"]
+    found, _ = labels_of(folder.with_name("made"))
+    assert found.keys() == truth.keys()
+    assert all((label == truth[path]).all() for path, label in found.items())
+
+
+@pytest.mark.parametrize("other", ["palette", "8 bits", "jpg"])
+def test_1_is_not_white_in_other_files(folder, init, other):
+    """In a palette it is an index, in 8 bits a number; and a JPEG has a threshold of its own."""
+    for i, _, classes in images_in(folder, num_classes=2, number=12):
+        mask, end = Image.fromarray(classes * np.uint8(255)), "png"
+        if i % 2 and other == "jpg":
+            end = "jpg"
+        elif other == "jpg":
+            mask = mask.convert("1")
+        elif i % 2:
+            mask = Image.fromarray(classes)
+            if other == "palette":  # of two colours, which Pillow stores in 1 bit
+                mask.putpalette([0, 0, 0, 255, 255, 255])
+        (folder / "masks").mkdir(exist_ok=True)
+        mask.save(folder / f"masks/t{i}.{end}")
+    assert init("--labels", "masks").code in (2, 3)
 
 
 # Lists of classes

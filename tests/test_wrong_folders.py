@@ -370,6 +370,6 @@ def test_masks_that_may_be_inverted_as_a_whole_are_said(folder, lab):
         save(folder / f"masks/{i}.png", np.uint8(255 * (1 - label)))
     words = "init", folder, "--output"
     said = lab.done(*words, lab.folder / "a", "--jobs", 1).out
-    assert "255 has the rim of all images, and 0 lies inside: if 0 is the object" in said
+    assert "255 has the rim of all images, and 0 lies inside, as text on paper" in said
     said = lab.done(*words, lab.folder / "b", "--jobs", 1, "--names", "object,background").out
     assert "has the rim" not in said

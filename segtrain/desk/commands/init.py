@@ -38,10 +38,9 @@ def main(args: argparse.Namespace) -> int:
         ConfigError: two readings fit (`UndecidedError`), a wrong option, or the folder exists.
     """
     words = (
-        "images labels names attribute pairs exif missing instances threshold resize task ignore "
-        "val group"
+        "images labels names attribute pairs exif missing instances threshold task ignore val group"
     )
-    answers = {word: getattr(args, word) for word in (*words.split(), "channels")}
+    answers = {word: getattr(args, word) for word in (*words.split(), "channels", "resize")}
     answers["leave_out"] = args.leave_out or frozenset()
     if args.dry_run:
         output = args.output or default_output(args.folder)
@@ -213,11 +212,9 @@ def _lines(plan: "Decisions") -> list[str]:
         lines.append(f"bands      in this order: {first_of(bands, 16)}")
     for image, files in list(labels.labels.items())[:3]:
         lines.append(f"  pair     {image}  {first_of(files, 2) or 'background alone'}")
-    if labels.upright:
-        what = "as EXIF turns the images: drawn anew on the pixels as stored"
-        lines.append(f"labels     {what}")
-    if labels.resized:
-        lines.append("labels     drawn anew at the size of the images, by nearest neighbour")
+    if labels.upright or labels.resized:
+        what = "as EXIF turns the images" if labels.upright else "of another size than the images"
+        lines.append(f"labels     {what}: drawn anew on the pixels as stored")
     lines += [f"classes    {line}" for line in plan.classes.reasons]
     lines += [f"  {line}" for line in class_table(labels, plan.classes)]
     lines.append(

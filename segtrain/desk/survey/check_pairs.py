@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 
 import numpy as np
 
@@ -127,11 +128,14 @@ def _note_rim(
     classes_are_named = survey.legends or answers.names is not None or labels.classes
     rims = [rim for pair in pairs if (rim := pair.rim_share) is not None]
     is_telling = len(labels.values) == 2 and len(rims) >= _FEWEST_DOUBTED
-    if classes_are_named or not is_telling or min(rims) < _ALL_OF_RIM:
+    # Text may reach the rim of some images.
+    lies_inside = is_telling and median(rims) >= _ALL_OF_RIM and min(rims) > 1 - _LITTLE_RIM
+    if classes_are_named or not lies_inside:
         return survey
     low, high = map(word, labels.values)
-    doubt = f"{high} has the rim of all images, and {low} lies inside: if {low} is the object, say"
-    return replace(survey, notes=(*survey.notes, f"{doubt} so: --names object,background"))
+    found = f"{high} has the rim of all images, and {low} lies inside, as text on paper"
+    doubt = f"{found}: neither is called background; --names names them, first {low}"
+    return replace(survey, notes=(*survey.notes, doubt), low_inside=True)
 
 
 def _check_edges(labels: LabelSet, found: EdgeScores, go_on: str) -> None:

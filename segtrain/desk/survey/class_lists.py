@@ -66,8 +66,10 @@ def choose_classes(survey: Survey, labels: LabelSet, answers: Answers) -> Classe
     known = _Known(labels, answers, source, named, ignored, left)
     if labels.kind == "first":
         reasons.append(f"labels hold {KINDS['first']}")
+    if labels.threshold is not None is answers.threshold:
+        reasons.append("files of 1 bit: 1 is white, as 255 in the others")
     _check_values(known)
-    names, reason = _names(known)
+    names, reason = _names(survey, known)
     _check_number(survey, known, names, (*reasons, reason))
     shades = _shades(meaning, (*names, *ignored))
     reasons = (reason, *reasons, *_about_shades(labels, shades))
@@ -165,7 +167,7 @@ def _unnamed(known: _Known) -> UndecidedError:
     )
 
 
-def _names(known: _Known) -> tuple[dict[Value, str], str]:
+def _names(survey: Survey, known: _Known) -> tuple[dict[Value, str], str]:
     """The name of the class of each value, and where names are from."""
     labels, answers, source, named, ignored, left = known
     what = "colours" if labels.kind == "colors" else "values"
@@ -181,7 +183,8 @@ def _names(known: _Known) -> tuple[dict[Value, str], str]:
         names = {v: entry.name for v, entry in named.items() if v not in ignored}
         return names, f"names and {what} from {source}"
     reason = f"{what} {shown}, a class each; no file names them (--names, --ignore for no data)"
-    return dict(zip(left, default_names(left), strict=True)), reason
+    plain = [default_names([v])[0] for v in left] if survey.low_inside else default_names(left)
+    return dict(zip(left, plain, strict=True)), reason
 
 
 def _about_shades(labels: LabelSet, shades: Mapping[Value, Sequence[Value]]) -> Iterator[str]:

@@ -19,11 +19,6 @@ def shows_object(path: Path, threshold: float | None = None) -> np.ndarray:
     return stored[..., :3].any(axis=2) if channel is None else channel > 0
 
 
-def _shown_at(path: Path, size: tuple[int, int], threshold: float | None) -> np.ndarray:
-    shown = shows_object(path, threshold)
-    return shown if shown.shape == size else nearest_pixels(shown, size)
-
-
 def painted(
     files: Sequence[tuple[Path, int]],
     size: tuple[int, int],
@@ -38,7 +33,7 @@ def painted(
     files: of two values each, and the number of its class. void: numbers that mean no class, and
         lie on all. threshold: as of `label_facts`.
     """
-    shown = [(_shown_at(path, size, threshold), number) for path, number in files]
+    shown = [(nearest_pixels(shows_object(path, threshold), size), k) for path, k in files]
     label, claimed = np.zeros(size, np.int32), np.zeros(size, bool)
     # Larger areas first, so that smaller ones lie on them; what means no class comes last.
     for where, number in sorted(shown, key=lambda x: (x[1] in void, -np.count_nonzero(x[0]))):
@@ -61,7 +56,7 @@ def presence(
     """
     bands = np.zeros((*size, num_classes), np.uint8)
     for path, number in sorted(files, key=lambda x: x[1] in void):
-        shown = _shown_at(path, size, threshold)
+        shown = nearest_pixels(shows_object(path, threshold), size)
         if number in void:
             bands[shown] = IGNORE_INDEX
         else:

@@ -76,7 +76,8 @@ class LabelFacts(NamedTuple):
     palette: the colours of the ids, if the file has a palette. place: on the map.
     is_rgb: whether ids are greys of an RGB file: beside files in colours, they are colours.
     why: a picture is no label. no_data: the value that a TIFF marks as none (GDAL_NODATA).
-    has_alpha: whether pixels may be transparent, which training refuses.
+    has_alpha: whether pixels may be transparent, which training refuses. is_bit: whether ids are
+    greys of 1 bit: 1 is white, as 255 in other files.
     """
 
     kind: Kind
@@ -88,6 +89,7 @@ class LabelFacts(NamedTuple):
     no_data: float | None = None
     place: MapPlace | None = None
     has_alpha: bool = False
+    is_bit: bool = False
 
 
 def label_facts(folder: Path, file: str, threshold: float | None = None) -> LabelFacts:
@@ -115,6 +117,7 @@ def label_facts(folder: Path, file: str, threshold: float | None = None) -> Labe
         no_data=marked_value(info.no_data),
         place=place_of(path, info),
         has_alpha=info.alpha,
+        is_bit=facts.kind == "ids" and info.depth == 1 and not info.palette,
     )
 
 
@@ -200,6 +203,8 @@ def packed(value: Value) -> int:
 
 def nearest_pixels(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """The nearest of the pixels (H, W) or (H, W, C) to those of a grid of this size."""
+    if pixels.shape[:2] == size:
+        return pixels
     rows, columns = (
         ((np.arange(number) + 0.5) * full / number).astype(int)
         for number, full in zip(size, pixels.shape[:2], strict=True)

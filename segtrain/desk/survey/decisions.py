@@ -42,16 +42,15 @@ class Decisions:
         if labels.classes or labels.kind not in ("ids", "colors") or () in labels.labels.values():
             return None
         # They lie on the picture as viewers turn it, or have another size, or are transparent:
-        # training reads pixels as stored, and opaque ones alone.
-        if labels.upright or labels.resized or labels.has_alpha:
+        # training reads pixels as stored, and opaque ones alone. Or lists take no such suffix, as
+        # .ppm, which need not keep ids.
+        files = [files[0] for files in labels.labels.values()]
+        is_listed = all(file.lower().endswith(LABEL_SUFFIXES) for file in files)
+        if labels.upright or labels.resized or labels.has_alpha or not is_listed:
             return None
         if labels.kind == "colors" and len(self.classes.ignored) > 1:
             return None  # a class file can ignore one colour
-        # Pairs list no suffix that cannot keep ids, such as .ppm, whatever the file holds.
-        first, *_ = files = [files[0] for files in labels.labels.values()]
-        if not all(file.lower().endswith(LABEL_SUFFIXES) for file in files):
-            return None
-        file = self.survey.root / first
+        file = self.survey.root / files[0]
         # Of a PNG training cannot read a window alone.
         if self.splits.train[0].window and not is_tiff(file):
             return None

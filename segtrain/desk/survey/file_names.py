@@ -91,11 +91,7 @@ def words_of(text: str) -> tuple[str, ...]:
 
 
 def split_of(word: str) -> str | None:
-    """The split that a word in lower case says: `train`, and so do `train2017` and `traincrop`.
-
-    >>> split_of("te2"), split_of("vd")  # of DIS5K
-    ('test', 'val')
-    """
+    """The split that a word in lower case says: `train`, and so do `train2017` and `traincrop`."""
     glued = _GLUED.fullmatch(word)
     return SPLIT_WORDS.get(glued[1] if glued else word)
 

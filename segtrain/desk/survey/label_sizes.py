@@ -26,8 +26,6 @@ def common_factor(sizes: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> f
     0.5
     >>> common_factor([((88, 128), (96, 128))])  # without a band of rows
     """
-    if any(label == image for label, image in sizes):
-        return None
     # A side was rounded up or down.
     sides = [side for label, image in sizes for side in zip(label, image, strict=True)]
     low = max(((label - 1) / image for label, image in sides), default=1)
@@ -48,8 +46,7 @@ def with_size(
     found: image, file and facts of each label. sizes: of the images, by their paths.
 
     Raises:
-        UndecidedError: they are, and nothing is said.
-        ConfigError: --resize, where they are not.
+        UndecidedError, ConfigError: it does not say so; it says so of others.
     """
     if factor is None:
         refuse_unused(vars(answers), "resize", "labels of the size of the images")
@@ -63,11 +60,6 @@ def with_size(
             [Reading("whole pictures of another size: drawn anew", "--resize labels")],
         )
     return replace(labels, resized=True)
-
-
-def label_size(image: Image, upright: bool) -> tuple[int, int]:
-    """The size that the label of an image must have."""
-    return image.size[::-1] if upright and exchanges_sides(image.orientation) else image.size
 
 
 def are_upright(

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from segtrain.data.read.concurrent import for_each_pair, num_processes
+from segtrain.data.read.decode import exchanges_sides
 from segtrain.data.read.georeference import SAME_EXTENT, other_place
 from segtrain.desk.annotations.label_maps import presence_counts
 from segtrain.desk.survey import class_masks, contents
@@ -19,7 +20,6 @@ from segtrain.desk.survey.label_sizes import (
     are_upright,
     both_sizes,
     common_factor,
-    label_size,
     with_size,
 )
 from segtrain.desk.survey.names import Legend
@@ -48,6 +48,7 @@ def count_values(survey: Survey, labels: LabelSet, answers: Answers, jobs: int |
         read = list(for_each_pair(work, [file for _, file in files], pool, "reading labels"))
     if not labels.classes and () not in labels.labels.values():
         read = _by_palettes(read, survey.legends)
+    labels, read = _with_one_white(labels, read)
     # One file in colours means that greys of the others are colours, too: 7 is (7, 7, 7).
     is_colored = any(not isinstance(facts, str) and facts.kind == "colors" for facts in read)
     kind = "colors" if is_colored else labels.kind
@@ -59,9 +60,10 @@ def count_values(survey: Survey, labels: LabelSet, answers: Answers, jobs: int |
     sizes_say = are_upright(found, by_path)
     upright = bool(sizes_say) and not labels.classes
     # Labels of background alone lie alike either way.
-    turned = {image for image, *_ in found if by_path[image].orientation != 1}
-    unclear = frozenset(turned) if sizes_say is None else frozenset()
-    wanted = {image: label_size(by_path[image], upright) for image, *_ in found}
+    with_exif = frozenset(image for image, *_ in found if by_path[image].orientation != 1)
+    unclear = with_exif if sizes_say is None else frozenset()
+    turned = {image for image, x in by_path.items() if upright and exchanges_sides(x.orientation)}
+    wanted = {i: x.size[::-1] if i in turned else x.size for i, x in by_path.items()}
     factor = common_factor([(x.size, wanted[i]) for i, _, x in found if not isinstance(x, str)])
     shown = _checked(folder, found, kinds, by_path, {} if factor else wanted)
     labels = with_size(labels, factor, found, wanted, answers)
@@ -85,6 +87,18 @@ def count_values(survey: Survey, labels: LabelSet, answers: Answers, jobs: int |
     has_alpha = any(facts.has_alpha for facts in read)
     known = {"has_alpha": has_alpha, "palette": palette, "no_data": no_data, "shown_in": shown_in}
     return replace(labels, kind=kind, values=values, upright=upright, unclear=unclear, **known)
+
+
+def _with_one_white(labels: LabelSet, read: list[LabelFacts | str]) -> tuple[LabelSet, list]:
+    """Both; masks of 0 and 255, of which some are of 1 bit and have 1 for white, divided at 1."""
+    if labels.classes or any(isinstance(x, str) or x.kind != "ids" for x in read):
+        return labels, read
+    shown = [facts.values.keys() - {0} for facts in read if not facts.is_bit]
+    if len(shown) == len(read) or {255} not in shown or not all(x <= {255} for x in shown):
+        return labels, read
+    white = ({255 * bool(v): x for v, x in facts.values.items()} for facts in read)
+    read = [x._replace(kind="two", values=v) for x, v in zip(read, white, strict=True)]
+    return replace(labels, kind="two", threshold=1.0), read
 
 
 def _by_palettes(read: list[LabelFacts | str], legends: Sequence[Legend]) -> list[LabelFacts | str]:

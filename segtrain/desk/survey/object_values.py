@@ -27,9 +27,8 @@ _AREAS = 1.25
 _OF_ONE_FILE, _LEAST_VALUES, _LEAST_COUNTS = 0.9, 6, 3
 # Of the numbers from 1 to the largest one of a file: those that it shows, and with so many numbers.
 _FILLED, _LEAST_FILLED, _MANY = 0.75, 0.5, 30
-# More values than this, of which nearly each is one area in each file, may count objects that many
-# files show, as the cells of a film. Fewer are often parts of a body. Classes of 23 drawn data sets
-# have 1.07 to 3.2 areas a file, but for faces and clothes (1.0).
+# More values than this, each one area a file, may count cells of a film, which many files show.
+# Fewer may be parts of a body. Classes of 30 data sets have 1.07 to 3.2 areas, but of faces 1.
 _MANY_KEPT, _ONE_AREA = 8, 1.05
 # Smaller areas were cut off by what lies across an object; so much rim has a thin line.
 _FRAGMENT_PX, _RIM = 3, 0.95

@@ -65,6 +65,7 @@ class Survey:
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     unlike: Mapping[str, str] = field(default_factory=dict)  # images of labels that look like none
     tried: tuple[str, ...] = ()  # how many labels each convention of pairs accounts for
+    low_inside: bool = False  # whether of two values the lower one lies inside of the higher one
     rival_lists: tuple[str, ...] = ()  # of images to evaluate on, which contradict each other
 
 
