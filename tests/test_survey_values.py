@@ -427,6 +427,27 @@ def test_1_is_not_white_in_other_files(folder, init, other):
 # Lists of classes
 
 
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_palette_of_cityscapes_names_its_ids_if_all_colours_agree(folder, init, differs):
+    """As in GTA5, beside no file that names classes; 4 is static, which has no class."""
+    known = {k.ids[0]: (k.name, k.color) for k in load_class_file("cityscapes").classes}
+    ids = np.array([4, *list(known)[:7]], np.uint8)
+    palette = np.arange(768, dtype=np.uint8).reshape(256, 3)
+    for value, (_, color) in known.items():
+        palette[value] = color
+    palette[ids[3]] += np.uint8(differs)
+    for i, _, classes in images_in(folder):
+        label = Image.fromarray(ids[(classes + np.arange(80) // 20 % 2 * 4) % 8])
+        label.putpalette(palette.ravel().tolist())
+        (folder / "masks").mkdir(exist_ok=True)
+        label.save(folder / f"masks/t{i}.png")
+    rows = {row[1]: row[0] for row in rows_of(init().out)}
+    names = {"4": "id 4"} | {str(v): known[v][0] for v in ids[1:].tolist()}
+    assert (
+        rows.items() >= ({str(v): f"class_{v}" for v in ids.tolist()} if differs else names).items()
+    )
+
+
 def test_objects_have_the_name_of_the_only_class_of_a_list(folder, init):
     write(folder, with_gaps, number=8)
     (folder / "classes.txt").write_text("background\ncell")

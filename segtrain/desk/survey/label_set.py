@@ -23,7 +23,7 @@ class LabelSet:
     classes: the words that files of one class each stand for. class_of: by file, the place of its
         word among these, from 1; empty if there is one word.
     palette: the colours of ids, known after `count_values`.
-    twin: the colours of ids in a set that divides the images alike, in a sample.
+    twin: the colours of ids in a set that divides the images alike, in a sample; or by `palette`.
     no_data, shown_in, claimed: values that files mark as none; the images that show each value;
         pixels that the files of several classes show. All are known after `count_values`.
     numbered: whether values number objects, all of the one class.

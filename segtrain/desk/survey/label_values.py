@@ -86,7 +86,8 @@ def count_values(survey: Survey, labels: LabelSet, answers: Answers, jobs: int |
     no_data = frozenset(facts.no_data for facts in read if facts.no_data is not None)
     has_alpha = any(facts.has_alpha for facts in read)
     known = {"has_alpha": has_alpha, "palette": palette, "no_data": no_data, "shown_in": shown_in}
-    return replace(labels, kind=kind, values=values, upright=upright, unclear=unclear, **known)
+    known |= {"upright": upright, "unclear": unclear, "twin": labels.twin or shown}
+    return replace(labels, kind=kind, values=values, **known)
 
 
 def _with_one_white(labels: LabelSet, read: list[LabelFacts | str]) -> tuple[LabelSet, list]:
