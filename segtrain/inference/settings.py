@@ -150,7 +150,8 @@ class InferenceSettings:
 def view_size(size: Sequence[int], short_side_px: int | None, scale: float) -> Size:
     """The (height, width) of a view of an image of `size`; sides are rounded, and at least 1."""
     base = 1.0 if short_side_px is None else short_side_px / min(size)
-    height, width = (max(1, math.floor(side * base * scale + 0.5)) for side in size)
+    # Rounded first: 45 * 0.7 is slightly less than 31.5, and must become 32 pixels.
+    height, width = (max(1, math.floor(round(side * base * scale, 6) + 0.5)) for side in size)
     return height, width
 
 
