@@ -12,7 +12,8 @@ from torch import nn
 
 from segtrain.checkpoint.format import load, save
 from segtrain.checkpoint.trained import load_model
-from segtrain.export.write import _metadata, graph_of
+from segtrain.export.export_model import metadata_of
+from segtrain.export.write import graph_of
 from segtrain.models.ensemble import Ensemble
 from segtrain.task.tasks import task_of
 from segtrain.types import SegLogits
@@ -65,7 +66,7 @@ def test_probabilities_are_the_mean_of_the_members(runs):
         )
         found = loaded.model.double()(images).out.softmax(1)
     torch.testing.assert_close(found, (a + b) / 2, rtol=0, atol=1e-12)
-    assert _metadata(loaded)["ensemble"] == WORDS.format(runs)
+    assert metadata_of(loaded)["ensemble"] == WORDS.format(runs)
 
 
 def test_a_class_that_no_member_believes_in_keeps_a_finite_logarithm():

@@ -27,8 +27,8 @@ from segtrain.data.check.channels import Channels
 from segtrain.data.read.classes import ClassFile, SegClass
 from segtrain.errors import CheckpointError, ExecutionError
 from segtrain.export import formats, write
-from segtrain.export.formats import Case, ExportModel
-from segtrain.export.write import export_graph, export_weights, preprocessing
+from segtrain.export.export_model import Case, ExportModel, preprocessing
+from segtrain.export.write import export_graph, export_weights
 from segtrain.models import SegModel, build_model
 from segtrain.models.blocks import ConvNormReLU, FeatureChannels, Features
 from segtrain.models.pspnet import PSPHead
@@ -414,7 +414,7 @@ def test_a_file_that_is_there_is_kept_unless_told_otherwise(lab, monkeypatch):
 def readme_script():
     """What the README gives for the use of an ONNX file."""
     text = (REPOSITORY / "segtrain/export/README.md").read_text(encoding="utf-8")
-    (code,) = [part.partition("```")[0] for part in text.split("```python\n")[1:]]
+    code, _ = [part.partition("```")[0] for part in text.split("```python\n")[1:]]
     return code.replace("photo.jpg", "photo.png")  # in which pixels are what was written
 
 
@@ -630,7 +630,7 @@ def test_the_steps_of_the_metadata_make_what_predict_gives_the_network(
     torch.testing.assert_close(followed(preprocessing(loaded), file), seen[-1], rtol=0, atol=2e-5)
 
     how = {"clip": data.get("clip", False), "normalize": "float32"}
-    graph = formats.ExportModel(model, *statistics.values(), data.get("value_range"), **how)
+    graph = ExportModel(model, *statistics.values(), data.get("value_range"), **how)
     graph(followed(preprocessing(loaded, normalize="float32"), file))
     torch.testing.assert_close(seen[-1], seen[-2], rtol=0, atol=2e-5)
 

@@ -24,6 +24,7 @@ from torch import nn
 
 from segtrain.commands import export as command
 from segtrain.export import formats
+from segtrain.export.export_model import Case
 from segtrain.export.quantize import FileModel, Quantizer
 from segtrain.export.write import graph_of
 from segtrain.inference.class_scores import InferenceSettings
@@ -170,6 +171,31 @@ def test_an_int8_file_has_the_scores_that_the_table_says(lab, data, tmp_path, ma
     assert json.loads(about["preprocessing"])[0]["step"] == "read"
 
 
+def test_an_int8_file_that_resizes_is_scored_as_the_model_at_that_scale(lab, data, tmp_path):
+    """By its first result."""
+    loaded = data(with_eval(tiny(), flip=True, scales=(0.5, 2.0)))
+    options = ("--normalize", "--argmax", "--confidence", "--scale", 0.5)
+    words = ("export", "nowhere", "--format", "onnx", *options, "--output", tmp_path / "a.onnx")
+    quantize = ("--quantize", "int8", "--max-loss", 100, "--images", 4)
+    out = lab.done(*words, *quantize).out
+    settings = replace(InferenceSettings.from_config(loaded.config), scales=(0.5,), flip=False)
+    predictor = for_scores(loaded.model, settings, torch.device("cpu"), 3)
+    images = [torch.from_numpy(scene(seed)) for seed in range(50, 54)]
+    found = np.stack([predictor.label_maps([x], place="")[0].label.numpy() for x in images])
+    names = [tmp_path / f"labels/val/{seed}.png" for seed in range(50, 54)]
+    labels = np.stack([cv2.imread(str(name), cv2.IMREAD_UNCHANGED) for name in names])
+    score = float(re.search(r"^float +(\d+\.\d\d)", out, re.M)[1])
+    assert score == pytest.approx(100 * mean_iou(labels, found), abs=0.02)
+    assert score < 99
+    assert re.search(
+        r"^(warning: )?int8 takes \d+\.\d\d times as long as float \(.+ cores", out, re.M
+    )
+    session = onnx_session(tmp_path / "a.onnx")
+    label, confidence = session.run(None, {"images": tensor(scene(50)).numpy()})
+    assert (label == found[0]).mean() > 0.9
+    assert confidence.min() > 1 / 3
+
+
 class Uneven(nn.Module):
     """A feature of large values that no class needs leaves the others no levels of 8 bits."""
 
@@ -265,7 +291,7 @@ def test_classes_that_overlap_are_scored_at_their_thresholds(tmp_path):
     thresholds = tuple(logits.sigmoid().movedim(1, 0).flatten(1).quantile(0.6, dim=1).tolist())
     settings = replace(InferenceSettings.from_config(loaded.config), thresholds=thresholds)
     graph = graph_of(loaded, normalize="uint8", argmax=False)
-    files, example = (tmp_path / "float.onnx", tmp_path / "int8.onnx"), formats.Case(2, *SIZE)
+    files, example = (tmp_path / "float.onnx", tmp_path / "int8.onnx"), Case(2, *SIZE)
     with formats.quiet():
         formats._write_onnx(graph, graph.example(example), False, {"task": "x"}, files[0])
 

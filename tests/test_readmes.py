@@ -66,6 +66,7 @@ segtrain predict runs/mine photos/ --output predictions
 segtrain predict runs/mine photos/ one_more.jpg --output predictions
 segtrain export runs/mine --format safetensors --output mine.safetensors
 segtrain export runs/mine --format onnx --output mine.onnx --normalize --argmax
+segtrain export runs/mine --format pt2 --output mine.pt2 --normalize --argmax --scale 0.5
 segtrain runs
 segtrain watch
 segtrain watch runs/mine

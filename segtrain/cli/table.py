@@ -125,6 +125,12 @@ def _number(text: str, *, most: float) -> float:
 _share, _points = (partial(_number, most=most) for most in (1, 100))
 
 
+def _scale(text: str) -> float:
+    if (value := _number(text, most=4)) < 0.1:  # megapixels are needed to check such a file
+        raise argparse.ArgumentTypeError(f"expected a number from 0.1 to 4, got '{text}'")
+    return value
+
+
 def _path(text: str) -> Path:
     """A place on this machine. `s3://bucket/run` would be a folder called `s3:`."""
     if scheme := scheme_of(text):
@@ -659,6 +665,11 @@ COMMANDS = (
             choices=("uint8", "float32"),
         ),
         _switch("--argmax", "the file returns train ids instead of logits"),
+        _switch("--confidence", "a second result: the probability of the label, or of each class"),
+        _argument("--unknown-below", "labels of a lower probability become 255", "P", _share),
+        _argument("--temperature", "the file divides logits by it", "T", _points),
+        _argument("--scale", "the file resizes images, as eval.scales does", "X", _scale),
+        _argument("--short-side", "or to this short side in px", "PX", positive),
         _switch("--half", "safetensors: kernels as float16, which halves the file"),
         _size(None, "write a file for images of this height and width only (default: any size)"),
         _argument("--quantize", "onnx: compute in 8 bits, and score the file", choices=("int8",)),
@@ -673,6 +684,7 @@ COMMANDS = (
         _settings("data.root=/elsewhere/data, for --quantize"),
         description="Write a model for other programs, and compare the file with it.",
         examples="segtrain export runs/own --format onnx --output own.onnx --normalize --argmax\n"
+        "segtrain export runs/own --format pt2 --output own.pt2 --argmax --confidence --scale 0.5\n"
         "segtrain export runs/own --format onnx --quantize int8 --output own_int8.onnx",
     ),
     Command(

@@ -1,6 +1,7 @@
 """`segtrain export`: a checkpoint as ONNX, .pt2, TorchScript or safetensors."""
 
 import argparse
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -8,6 +9,7 @@ from tempfile import TemporaryDirectory
 from segtrain.checkpoint.trained import LoadedModel, load_model
 from segtrain.data import SegDataset, open_dataset
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
+from segtrain.export.export_model import ViewSize, outside
 from segtrain.export.formats import ONNX_OPSET, require_onnx
 from segtrain.export.quantize import NUM_RUNS, Figures, Quantizer
 from segtrain.export.write import (
@@ -24,6 +26,7 @@ from segtrain.inference.class_scores import InferenceSettings
 from segtrain.inference.settings import set_after_training
 from segtrain.metrics import percent
 from segtrain.run.pictures import spread
+from segtrain.task.decision_rule import rule_of
 from segtrain.task.tasks import task_of
 from segtrain.text import printable, table_lines
 
@@ -31,6 +34,9 @@ from segtrain.text import printable, table_lines
 _NUM_IMAGES = 50
 # Points of mIoU; a file that loses more is rarely what anybody wants.
 _MAX_LOSS = 2.0
+
+# What the command has of `GraphOptions`.
+_OF_GRAPHS = ("normalize", "argmax", "confidence", "unknown_below", "temperature")
 
 # The usual endings of each format's files; the first is suggested.
 _ENDINGS = {
@@ -47,15 +53,13 @@ def main(args: argparse.Namespace) -> int:
     check_output(output, overwrite=args.overwrite)
     _check_request(args, output)
     loaded = load_model(args.source, *args.others)
-    task = task_of(loaded.config.task)
-    for option in ("argmax", "quantize"):
-        if getattr(args, option):
-            task.check_classes(f"--{option}")
-    if args.argmax and not task.decoding(None).takes_highest:
-        raise ConfigError(
-            "--argmax: a pixel may have several classes here; without it the file gives logits, "
-            "and its metadata the thresholds of their sigmoids (inference)"
-        )
+    _check_task(args, loaded)
+    short_side_px = loaded.config.data.short_side_px if args.scale else args.short_side
+    view = ViewSize(short_side_px, args.scale or 1.0)
+    if view == (None, 1):
+        if args.scale:
+            raise ConfigError("--scale 1: no effect: the run has no data.short_side_px")
+        view = None
     if args.format == "safetensors":
         if loaded.members:
             raise ConfigError("--format safetensors: holds the weights of one model, no ensemble")
@@ -63,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"{count} tensors")
     else:
         size = tuple(args.size) if args.size else None
-        asked = {"normalize": args.normalize, "argmax": args.argmax}
+        asked = {name: getattr(args, name) for name in _OF_GRAPHS} | {"view": view}
         write = partial(export_graph, loaded, format=args.format, size=size, **asked)
         if args.quantize:
             graph = graph_of(loaded, **asked)
@@ -75,9 +79,10 @@ def main(args: argparse.Namespace) -> int:
                 _write_int8(args, quantizer, source, output, *datasets)
         else:
             print("\n".join(_table(write(output))))
-        if args.size is None and (least := min_side_px(loaded, args.format)) > 1:
+        least = min_side_px(loaded, args.format, size, view)
+        if args.size is None and least > 1:
             print(f"takes images of at least {least} px a side (metadata: min_side_px)")
-    print("\n".join([*loaded.zeros(), _how_to_use(loaded, any_size=args.size is None)]))
+    print("\n".join([*loaded.zeros(), *_how_to_use(loaded, args, view)]))
     opset = f", opset {ONNX_OPSET}" if args.format == "onnx" else ""
     mib = output.stat().st_size / 2**20
     print(f"wrote {printable(output)} ({args.format}{opset}, {mib:.1f} MiB)")
@@ -101,10 +106,17 @@ def _check_request(args: argparse.Namespace, output: Path) -> None:
             f"--output {output}: a name in {output.suffix} is for --format {meant[0]}; for "
             f"--format {args.format} write --output {output.with_suffix(_ENDINGS[args.format][0])}"
         )
-    if args.format == "safetensors" and (args.normalize or args.argmax or args.size):
-        problems.append(
-            "--normalize, --argmax, --size: no effect on --format safetensors, which holds weights"
-        )
+    given = [name for name in (*_OF_GRAPHS, "size", "scale", "short_side") if getattr(args, name)]
+    if args.format == "safetensors" and given:
+        options = ", ".join(f"--{name}" for name in given).replace("_", "-")
+        problems.append(f"{options}: no effect on --format safetensors, which holds weights")
+    if args.scale and args.short_side:
+        problems.append("--scale, --short-side: give one of them")
+    if args.temperature and args.argmax and not (args.confidence or args.unknown_below):
+        problems.append("--temperature: moves no label; add --confidence or --unknown-below")
+    if args.quantize and args.unknown_below:
+        what = "which scores the label of every pixel; add --confidence, and compare it yourself"
+        problems.append(f"--unknown-below: not with --quantize, {what}")
     if args.half and args.format != "safetensors":
         problems.append(f"--half: is for --format safetensors, not for {args.format}")
     if args.quantize and args.format != "onnx":
@@ -115,6 +127,28 @@ def _check_request(args: argparse.Namespace, output: Path) -> None:
         raise ConfigError("\n".join(problems))
     if args.format == "onnx":
         require_onnx()
+
+
+def _check_task(args: argparse.Namespace, loaded: LoadedModel) -> None:
+    """ConfigError: what is asked of scores does not go with the task."""
+    task = task_of(loaded.config.task)
+    for name in ("argmax", "quantize", "confidence", "unknown_below", "temperature"):
+        if getattr(args, name):
+            task.check_classes(f"--{name}".replace("_", "-"))
+    takes_highest = task.decoding(None).takes_highest
+    if args.argmax and not takes_highest:
+        raise ConfigError(
+            "--argmax: a pixel may have several classes here; without it the file gives logits, "
+            "and its metadata the thresholds of their sigmoids (inference)"
+        )
+    if args.unknown_below and task.refuses_rules:
+        raise ConfigError(f"--unknown-below: {task.refuses_rules}")
+    rule_of([], loaded.classes.names, args.unknown_below)
+    if (args.confidence or args.unknown_below) and takes_highest and not args.argmax:
+        raise ConfigError("--confidence, --unknown-below: are about labels; add --argmax")
+    thresholds = InferenceSettings.from_config(loaded.config).thresholds or ()
+    if args.temperature and any(value != 0.5 for value in thresholds):
+        raise ConfigError("--temperature: eval.thresholds were found without it; leave it out")
 
 
 def _images(
@@ -194,12 +228,21 @@ def _table(compared: list[Deviation]) -> list[str]:
     return [*lines, f"differences are shares of the largest logit; {TOLERANCE:.0e} is allowed"]
 
 
-def _how_to_use(loaded: LoadedModel, *, any_size: bool) -> str:
+def _how_to_use(
+    loaded: LoadedModel, args: argparse.Namespace, view: ViewSize | None
+) -> Iterator[str]:
     """What a program must do around the file to get what `segtrain predict` gives."""
-    settings = InferenceSettings.from_config(loaded.config)
-    line = f"not in the file, done by predict: {settings.describe()}"
+    settings = outside(loaded, view)
     if loaded.members:
-        line = f"{loaded.about}; logits are logarithms of it\n{line}"
-    if settings.short_side_px is not None and any_size:
+        yield f"{loaded.about}; logits are logarithms of it"
+    if args.temperature:
+        yield f"the file divides logits by {args.temperature:g} before their softmax"
+    if view is not None:
+        same = [f"eval.scales=[{args.scale or 1:g}]", "eval.mode=whole", "eval.flip=false"]
+        same += [f"data.short_side_px={args.short_side}"] if args.short_side else []
+        how = " ".join(f"--set {setting}" for setting in same)
+        yield f"the file resizes images: segtrain eval {printable(args.source)} {how} scores that"
+    line = f"not in the file, done by predict: {settings.describe()}"
+    if settings.short_side_px is not None and args.size is None:
         line += f"; resize images to a short side of {settings.short_side_px} px yourself"
-    return f"{line} (metadata: short_side_px, inference)"
+    yield f"{line} (metadata: short_side_px, inference)"

@@ -6,121 +6,20 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from segtrain.errors import ConfigError
-from segtrain.models.blocks import Normalize, Values
-from segtrain.task.contract import Task
-from segtrain.task.tasks import task_of
+from segtrain.export.export_model import ExportModel
 from segtrain.text import install_line
 
-# Example images are a random picture of this size, stretched, and some noise.
-_COARSE = (4, 6)
-
-
-class Case(NamedTuple):
-    """The size of one batch of images that a file is traced with or checked on."""
-
-    batch: int
-    height: int
-    width: int
-
-
-class ExportModel(nn.Module):
-    """A segmentation model with normalization before it and argmax after it, as asked for.
-
-    model: returns SegLogits; it is put into evaluation mode and float32.
-    mean, std, value_range, clip: as in the config.
-    normalize: the input is what images store, in this dtype, which the file normalizes; None: the
-        input is float32 and normalized already.
-    argmax: the result is train ids (N, H, W) uint8, not logits (N, K, H, W).
-    task: what it was trained for; None: semantic.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        mean: Values,
-        std: Values,
-        value_range: tuple[float, float] | None = None,
-        *,
-        clip: bool = False,
-        normalize: Literal["uint8", "float32"] | None = None,
-        argmax: bool = False,
-        task: Task | None = None,
-    ) -> None:
-        super().__init__()
-        self.model, self.task = model, task or task_of("semantic")
-        self.normalization = Normalize(mean, std, value_range, clip=clip)
-        self.normalize = normalize
-        self.argmax = argmax
-        self.float().eval()
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits (N, K, H, W) float32 or, with `argmax`, train ids (N, H, W) uint8."""
-        logits = self.logits(images)
-        return logits.argmax(dim=1).to(torch.uint8) if self.argmax else logits
-
-    def logits(self, images: Tensor) -> Tensor:
-        """Logits (N, K, H, W) float32 of images in the form that `forward` takes."""
-        if self.normalize is not None:
-            images = self.normalization(images)
-        return self.model(images).out
-
-    def example(self, case: Case) -> Tensor:
-        """Images (N, C, H, W) in the form that `forward` takes, the same on every call.
-
-        Not noise alone: there all pooling windows have nearly the same mean, so a graph that pools
-        over the wrong windows would pass.
-        """
-        rng = torch.Generator().manual_seed(sum(case))
-        channels = len(self.normalization.mean)
-        coarse = torch.rand(case.batch, channels, *_COARSE, generator=rng)
-        smooth = functional.interpolate(coarse, size=case[1:], mode="bilinear", align_corners=True)
-        noise = torch.rand(smooth.shape, generator=rng)
-        low, high = self.normalization.value_range or (0.0, 255.0)
-        images = low + (high - low) * (0.75 * smooth + 0.25 * noise)
-        if self.normalization.value_range is None:
-            images = images.to(torch.uint8)
-        if self.normalize is None:
-            return self.normalization(images)
-        return images.to(getattr(torch, self.normalize))
-
-    def describe(self, *, fixed_size: tuple[int, int] | None, min_side_px: int) -> dict[str, str]:
-        """Input and output in words, for the file's metadata."""
-        stored = self.normalization.value_range
-        clip = "clipped to and " * self.normalization.clip
-        unit = "pixel" if stored is None else f"value {clip}scaled from {{:g}}..{{:g}} to 0..255"
-        value = f"float32, ({unit.format(*stored or ())} - mean) / std by channel"
-        if self.normalize:
-            scale = (
-                "values as stored, {:g}..{:g}"
-                if stored
-                else "0..255 (16-bit values: divide by 257)"
-            )
-            value = f"{self.normalize}, {scale.format(*stored or ())}"
-        height, width = fixed_size or ("H", "W")
-        channels = len(self.normalization.mean)
-        kind = "RGB " if channels == 3 else ""
-        least = f"; H and W at least {min_side_px} px" if min_side_px > 1 else ""
-        result = f"logits (N, K, {height}, {width}) float32, K in the order of class_names"
-        if self.argmax:
-            result = f"labels (N, {height}, {width}) uint8, index into class_names"
-        return {
-            "min_side_px": str(min_side_px),
-            "input": f"images (N, {channels}, {height}, {width}) {kind}{value}{least}",
-            "output": result,
-        }
-
-
-Run = Callable[[Tensor], Tensor]
+Run = Callable[[Tensor], Tensor | tuple[Tensor, ...]]
 
 # What torch's exporter writes without a version converter; onnxruntime has it since 1.14, TensorRT
 # since 8.6.
@@ -137,7 +36,8 @@ class ExportFormat(NamedTuple):
 
     write(graph, example, fixed, metadata, file): traces the images `example`. `fixed`: the file
         takes images of their height and width only. The batch size is always free.
-    read(file): the file's graph as a function, on the CPU, in the runtime that it is meant for.
+    read(file): the file's graph as a function, on the CPU, in the runtime that it is meant for; a
+        single result may come as a tuple of one.
     """
 
     write: Callable[[ExportModel, Tensor, bool, dict[str, str], Path], None]
@@ -156,13 +56,14 @@ def _write_onnx(
     import onnx
 
     axes = {0: "batch"} if fixed else {0: "batch", 2: "height", 3: "width"}
+    names = ["labels" if graph.options.argmax else "logits", "confidence"]
     program = torch.onnx.export(
         graph,
         (example,),
         dynamo=True,
         dynamic_shapes=(axes,),
         input_names=["images"],
-        output_names=["labels" if graph.argmax else "logits"],
+        output_names=names[: 1 + graph.options.confidence],
         opset_version=ONNX_OPSET,
         verbose=False,
     )
@@ -182,7 +83,8 @@ def _read_onnx(file: Path) -> Run:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # a failure is raised too
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    give = partial(session.run, None)
+    return lambda images: tuple(map(torch.from_numpy, give({"images": images.numpy()})))
 
 
 def _write_pt2(

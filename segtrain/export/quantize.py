@@ -21,7 +21,8 @@ from torch.nn import functional
 from segtrain.checkpoint.trained import LoadedModel
 from segtrain.data.read.dataset import SegDataset
 from segtrain.errors import ExecutionError, UserError
-from segtrain.export.formats import FORMATS, ExportModel, Run, quiet
+from segtrain.export.export_model import ExportModel
+from segtrain.export.formats import FORMATS, Run, quiet
 from segtrain.export.write import cases, compare
 from segtrain.inference.class_scores import InferenceSettings
 from segtrain.inference.predictor import Predictor, for_scores
@@ -52,21 +53,20 @@ class FileModel(nn.Module):
         super().__init__()
         self.run, self.num_classes, self.size = run, num_classes, size
         # No submodule: evaluation would count its weights as memory of the device.
-        self.graph = SimpleNamespace(
-            normalization=graph.normalization, normalize=graph.normalize, argmax=graph.argmax
-        )
+        self.graph = SimpleNamespace(normalization=graph.normalization, options=graph.options)
 
     def forward(self, images: Tensor) -> SegLogits:
         """Logits (N, K, H, W) float32 of normalized images (N, C, H, W)."""
         size = images.shape[-2:]
         result = self.run(self._as_stored(_resized(images, self.size or size)))
-        if self.graph.argmax:
+        result = result[0] if isinstance(result, tuple) else result
+        if self.graph.options.argmax:
             result = functional.one_hot(result.long(), self.num_classes).movedim(-1, 1).float()
         return SegLogits(_resized(result, size))
 
     def _as_stored(self, images: Tensor) -> Tensor:
         """Normalized images in the form that the file takes."""
-        dtype, normalization = self.graph.normalize, self.graph.normalization
+        dtype, normalization = self.graph.options.normalize, self.graph.normalization
         if dtype is None:
             return images.contiguous()
         images = images * normalization.std + normalization.mean
@@ -118,7 +118,9 @@ class Quantizer:
     ) -> None:
         whole = {"mode": "whole", "scales": (1.0,), "flip": False}
         # A file of one size takes whole images, resized to it: no windows, scales or mirror images.
-        if size is not None:
+        # One that resizes them itself, too.
+        self.is_whole = size is not None or graph.options.view is not None
+        if self.is_whole:
             settings = replace(settings, **whole, short_side_px=None)
         # The files compute in float32 and int8, whatever the training did.
         self.settings = replace(settings, autocast=None, tf32=False)
@@ -176,7 +178,8 @@ class Quantizer:
             onnx.save_model(proto, output)
             run = FORMATS["onnx"].read(output)
             # It must run at every size; how much 8 bits cost is for `figures` to say.
-            compared = [compare(run, self.graph, case) for case in cases(self.size)]
+            batches = cases(self.size, view=self.graph.options.view)
+            compared = [compare(run, self.graph, case) for case in batches]
         for one in compared:
             problem = one.problem or (
                 "" if one.difference < np.inf else "its scores are not finite"
@@ -217,8 +220,7 @@ class Quantizer:
     def _predictor(self, run: Run) -> Predictor:
         model = FileModel(run, self.graph, self.num_classes, self.size)
         device = torch.device("cpu")
-        # A file of one size takes no windows.
-        given = self.size is not None
+        given = self.is_whole  # then it takes no windows
         return for_scores(model, self.settings, device, self.num_classes, mode_is_given=given)
 
     def _inputs(self, dataset: SegDataset, indices: Sequence[int]) -> Iterator[Tensor]:
@@ -229,8 +231,8 @@ class Quantizer:
         def keep(images: Tensor) -> Tensor:
             seen.append(images)
             num, _, *size = images.shape
-            shape = (num, *size) if self.graph.argmax else (num, self.num_classes, *size)
-            return torch.zeros(shape)
+            argmax = self.graph.options.argmax
+            return torch.zeros((num, *size) if argmax else (num, self.num_classes, *size))
 
         predictor = self._predictor(keep)
         for image, _, place in _images(dataset, indices):

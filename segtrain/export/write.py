@@ -7,23 +7,24 @@ graph is read back, run at several sizes and compared with the model.
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors.torch import save
+from torch import Tensor
 
-from segtrain import __version__
 from segtrain.checkpoint.format import experiment_fields, plugin_fields
 from segtrain.checkpoint.trained import LoadedModel
 from segtrain.data.check.channels import channels_to_json
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
-from segtrain.export.formats import FORMATS, Case, ExportModel, Run, quiet
+from segtrain.export.export_model import Case, ExportModel, ViewSize, metadata_of
+from segtrain.export.formats import FORMATS, Run, quiet
 from segtrain.files import os_errors_as, temporary
-from segtrain.inference.class_scores import InferenceSettings
-from segtrain.models.stem import RGB_CHANNELS
 from segtrain.task.tasks import task_of
 from segtrain.text import first_of
+from segtrain.types import IGNORE_INDEX
 
 # Largest difference allowed, as a share of the largest logit. Runtimes add in another order, which
 # made 2e-6 to 2e-5 with random weights (all architectures, onnxruntime); pooling windows of another
@@ -36,12 +37,18 @@ TRACED = Case(2, 104, 168)
 # multiples of all strides.
 UNSEEN = (Case(1, 131, 222), Case(2, 225, 128), Case(1, 96, 160))
 
+# Of a view, as of predict's: a smaller one is a part of a feature.
+_LEAST_VIEW_PX = 8
+
+# The smallest of these sides shows timm's networks of patches more than one feature.
+_LEAST_SCALE = 0.7
+
 
 class Deviation(NamedTuple):
     """How far the file is from the model on one batch.
 
     difference: the largest one, relative to the largest logit. For label maps: how far the logit of
-        the file's class lies below the best one, at most.
+        the file's class lies below the best one, at most. Of probabilities relative to it or 1.
     """
 
     case: Case
@@ -55,12 +62,17 @@ class Deviation(NamedTuple):
         return self.problem is None and self.difference <= TOLERANCE
 
 
-def cases(fixed_size: tuple[int, int] | None, min_side_px: int = 1) -> tuple[Case, ...]:
+def cases(
+    fixed_size: tuple[int, int] | None, min_side_px: int = 1, view: ViewSize | None = None
+) -> tuple[Case, ...]:
     """The batches to compare, with the smallest size if it is above 1; the first is traced."""
     if fixed_size is not None:
         return (Case(2, *fixed_size), Case(1, *fixed_size))
     least = (Case(1, min_side_px, min_side_px),) if min_side_px > 1 else ()
-    return (TRACED, *UNSEEN, *least)
+    shrinks = view is not None and view.short_side_px is None
+    times = ceil(_LEAST_SCALE / view.scale) if shrinks else 1  # views keep several features a side
+    usual = (Case(n, times * height, times * width) for n, height, width in (TRACED, *UNSEEN))
+    return (*usual, *least)
 
 
 @torch.no_grad()
@@ -77,27 +89,40 @@ def compare(run: Run, graph: ExportModel, case: Case) -> Deviation:
             f"the model's logits are not finite (image {case.height}x{case.width}); export an "
             "earlier checkpoint"
         )
-    expected = graph(images)
+    expected = _several(graph(images))
     try:
-        result = run(images)
+        found = _several(run(images))
     except Exception as error:  # any runtime, any reason: the file does not work at this size
         # The end: before it TorchScript shows the graph it ran.
         reason = f"{type(error).__name__}: {str(error).strip()[-300:]}"
         return Deviation(case, float("nan"), 0.0, f"it does not run: {reason}")
-    if (result.shape, result.dtype) != (expected.shape, expected.dtype):
-        what = f"{tuple(result.shape)} {result.dtype}, not {tuple(expected.shape)} {expected.dtype}"
+    own, wanted = ([f"{tuple(x.shape)} {x.dtype}" for x in each] for each in (found, expected))
+    if own != wanted:
+        what = f"{' and '.join(own)}, not {' and '.join(wanted)}"
         return Deviation(case, float("nan"), 0.0, f"its result is {what}")
     # All logits may be 0.
     scale = logits.abs().max().clamp_min(torch.finfo(logits.dtype).tiny)
-    if not graph.argmax:
-        worst, agreement = (result - logits).abs().max(), graph.task.agreement(result, logits)
-    elif int(result.max()) >= logits.shape[1]:
-        return Deviation(case, float("nan"), 0.0, f"it gives the class {int(result.max())}")
+    # A probability differs by at most half of what logits do.
+    others = zip(found[1:], expected[1:], strict=True)
+    differences = [(a - b).abs().max() / scale.clamp_min(1) for a, b in others]
+    labels = found[0].long()
+    if (below := graph.options.unknown_below) is not None:
+        unknown, sure = labels == IGNORE_INDEX, graph.probability(logits).amax(1) - below
+        differences.append(torch.where(unknown, sure, -sure).max() / scale.clamp_min(1))
+        labels = torch.where(unknown, logits.argmax(1), labels)
+    if not graph.options.argmax:
+        worst, agreement = (found[0] - logits).abs().max(), graph.task.agreement(found[0], logits)
+    elif int(labels.max()) >= logits.shape[1]:
+        return Deviation(case, float("nan"), 0.0, f"it gives the class {int(labels.max())}")
     else:  # how far the class lies below the best: rounding may swap almost equal ones
-        labels = result.long()
         worst = (logits.amax(1) - logits.gather(1, labels.unsqueeze(1)).squeeze(1)).max()
-        agreement = (labels == logits.argmax(1)).float().mean()
-    return Deviation(case, (worst / scale).item(), agreement.item())
+        agreement = (found[0] == expected[0]).float().mean()
+    worst = torch.stack([worst / scale, *differences]).max()  # a NaN too
+    return Deviation(case, worst.item(), agreement.item())
+
+
+def _several(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
 
 
 def export_graph(
@@ -105,25 +130,24 @@ def export_graph(
     output: Path,
     *,
     format: Literal["onnx", "pt2", "torchscript"],
-    normalize: Literal["uint8", "float32"] | None = None,
-    argmax: bool = False,
     size: tuple[int, int] | None = None,
+    **options: Any,
 ) -> list[Deviation]:
     """Writes the model's graph to `output` and returns how it compared with the model.
 
-    normalize, argmax: what goes into the graph, see ExportModel.
     size: (height, width) of all images in px; None: any. The batch size is always free.
+    options: what goes into the graph, see `GraphOptions`.
 
     Raises:
-        ConfigError: images of the run do not fit into uint8.
+        ConfigError: images of the run do not fit into uint8, or views are too small.
         ExecutionError: the exporter failed, or the file differs from the model. `output` is then
             what it was before. The checkpoint is good, so this is no CheckpointError.
     """
-    graph = graph_of(loaded, normalize=normalize, argmax=argmax)
-    least = min_side_px(loaded, format) if size is None else 1
-    steps = {"preprocessing": json.dumps(preprocessing(loaded, normalize=normalize, size=size))}
-    metadata = _metadata(loaded) | steps | graph.describe(fixed_size=size, min_side_px=least)
-    batches = cases(size, least)
+    graph = graph_of(loaded, **options)
+    least = min_side_px(loaded, format, size, graph.options.view)
+    metadata = metadata_of(loaded, size=size, **options)
+    metadata |= graph.describe(fixed_size=size, min_side_px=least)
+    batches = cases(size, least, graph.options.view)
     example = graph.example(batches[0])
     with replaced(output) as draft:
         with quiet():
@@ -144,12 +168,10 @@ def export_graph(
     return compared
 
 
-def graph_of(
-    loaded: LoadedModel, *, normalize: Literal["uint8", "float32"] | None, argmax: bool
-) -> ExportModel:
+def graph_of(loaded: LoadedModel, **options: Any) -> ExportModel:
     """What `export_graph` writes; ConfigError: images of the run do not fit into uint8."""
     data = loaded.config.data
-    if normalize == "uint8" and data.value_range is not None and data.value_range[1] > 255:
+    if options.get("normalize") == "uint8" and (data.value_range or (0, 0))[1] > 255:
         what = f"images have values of {list(data.value_range)} (data.value_range)"
         raise ConfigError(f"--normalize uint8: {what}; use --normalize float32")
     return ExportModel(
@@ -158,9 +180,9 @@ def graph_of(
         data.std,
         data.value_range,
         clip=data.clip,
-        normalize=normalize,
-        argmax=argmax,
+        align_corners=loaded.config.model.align_corners,
         task=task_of(loaded.config.task),
+        **options,
     )
 
 
@@ -184,8 +206,7 @@ def export_weights(loaded: LoadedModel, output: Path, *, half: bool = False) -> 
         if too_large := [k for k, t in copies.items() if t.dim() > 1 and not t.isfinite().all()]:
             what = f"not written: too large for float16 (--half): {first_of(too_large)}"
             raise ExecutionError(f"{output}: {what}")
-    steps = {"preprocessing": json.dumps(preprocessing(loaded))}
-    metadata = _metadata(loaded) | steps | experiment_fields(loaded.config, loaded.classes)
+    metadata = metadata_of(loaded) | experiment_fields(loaded.config, loaded.classes)
     if records := plugin_fields(loaded.config):
         metadata["plugins"] = json.dumps(records)
     if loaded.channels is not None:
@@ -196,8 +217,13 @@ def export_weights(loaded: LoadedModel, output: Path, *, half: bool = False) -> 
     return len(copies)
 
 
-def min_side_px(loaded: LoadedModel, format: str) -> int:
-    """The least height and width that a file of this format for any size takes.
+def min_side_px(
+    loaded: LoadedModel,
+    format: str,
+    size: tuple[int, int] | None = None,
+    view: ViewSize | None = None,
+) -> int:
+    """The least height and width that a file of this format takes; size: of all images, or any.
 
     torch.export makes a constant of a side of a single feature, and refuses images that have one.
     """
@@ -207,7 +233,8 @@ def min_side_px(loaded: LoadedModel, format: str) -> int:
         2 * model.output_stride if model.backbone.startswith("timm/") else model.output_stride + 1
         for model in models
     )
-    return two_pixels if format == "pt2" else 1
+    least = two_pixels if format == "pt2" and size is None else 1
+    return least if view is None else view.least_side(max(least, _LEAST_VIEW_PX), size)
 
 
 def _refusal(output: Path, format: str, compared: list[Deviation]) -> str:
@@ -221,68 +248,6 @@ def _refusal(output: Path, format: str, compared: list[Deviation]) -> str:
             batch, height, width = deviation.case
             lines.append(f"  at {height}x{width}, batch {batch}: {deviation.problem or far}")
     return "\n".join([*lines, "  --size HEIGHT WIDTH writes a file for that one size"])
-
-
-def preprocessing(
-    loaded: LoadedModel,
-    *,
-    normalize: Literal["uint8", "float32"] | None = None,
-    size: tuple[int, int] | None = None,
-) -> list[dict[str, Any]]:
-    """The steps from a stored image to the input of the network, in order, for the metadata.
-
-    As `segtrain predict` takes them, on numbers of float32. A null as `high` stands for the largest
-    value of 8 or 16 bits. The arguments are those of `export_graph`: what the graph does itself is
-    left out.
-    """
-    data = loaded.config.data
-    low, high = data.value_range or (0.0, None)
-    channels = {"channels": data.channels, "order": "as stored", "exif_orientation": "ignored"}
-    if data.channels == RGB_CHANNELS:
-        channels |= {"order": "RGB", "grey": "three times", "palette": "its colours"}
-    channels["alpha"] = "a channel" if data.channels in (2, 4) else "dropped"
-    # In stored units, since images of whole numbers get a whole number.
-    fill = {"where": "not finite, or a TIFF's number for no data", "low": low, "high": high}
-    steps = [
-        {"step": "read", **channels},
-        {"step": "fill", **fill, "scaled": list(data.mean), "whole_numbers": "rounded"},
-    ]
-    steps += [{"step": "clip", "low": low, "high": high}] if data.clip else []
-    if normalize is None or data.value_range is None:
-        steps.append({"step": "scale", "low": low, "high": high, "to": [0, 255]})
-    short_side = InferenceSettings.from_config(loaded.config).short_side_px
-    if size is not None or short_side is not None:
-        to = {"short_side_px": short_side, "sides": "floor(side * short_side_px / shorter + 0.5)"}
-        to = to if size is None else {"height_width": list(size)}
-        steps.append({"step": "resize", **to, "method": "bilinear, no antialiasing"})
-    if normalize is None:
-        steps.append({"step": "normalize", "mean": list(data.mean), "std": list(data.std)})
-    return steps
-
-
-def _metadata(loaded: LoadedModel) -> dict[str, str]:
-    config, classes = loaded.config, loaded.classes
-    settings = InferenceSettings.from_config(config)
-    return {
-        "segtrain_version": __version__,
-        "torch_version": torch.__version__,
-        "model": " + ".join(
-            f"{member.model.arch} {member.model.backbone}" for member in loaded.configs
-        ),
-        "step": loaded.steps,
-        **({"ensemble": loaded.about} if loaded.members else {}),
-        "task": config.task,
-        "class_names": json.dumps(list(classes.names)),
-        "class_ids": json.dumps(list(classes.write_ids)),
-        "class_colors": json.dumps([list(color) for color in classes.palette]),
-        "mean": json.dumps(list(config.data.mean)),
-        "std": json.dumps(list(config.data.std)),
-        "value_range": json.dumps(config.data.value_range),
-        # What predict does around the network. An image of another size than in training gives
-        # wrong classes without any error.
-        "short_side_px": json.dumps(settings.short_side_px),
-        "inference": json.dumps(settings.to_dict()),
-    }
 
 
 @contextmanager
