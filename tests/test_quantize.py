@@ -23,7 +23,7 @@ from test_export import (
 from torch import nn
 
 from segtrain.commands import export as command
-from segtrain.export import formats
+from segtrain.export import formats, quantize
 from segtrain.export.export_model import Case
 from segtrain.export.quantize import FileModel, Quantizer
 from segtrain.export.write import graph_of
@@ -172,7 +172,7 @@ def test_an_int8_file_has_the_scores_that_the_table_says(lab, data, tmp_path, ma
 
 
 def test_an_int8_file_that_resizes_is_scored_as_the_model_at_that_scale(lab, data, tmp_path):
-    """By its first result."""
+    """By its first result; its speed is said, whatever it is."""
     loaded = data(with_eval(tiny(), flip=True, scales=(0.5, 2.0)))
     options = ("--normalize", "--argmax", "--confidence", "--scale", 0.5)
     words = ("export", "nowhere", "--format", "onnx", *options, "--output", tmp_path / "a.onnx")
@@ -313,3 +313,34 @@ def test_classes_that_overlap_are_scored_at_their_thresholds(tmp_path):
     assert found.mean_iou == (1.0, pytest.approx(np.mean(ious), abs=1e-4))
     assert found.agreement == pytest.approx((labels == int8)[valid].mean(), abs=1e-4)
     assert found.agreement < 1
+
+
+def figures(first, second):
+    return quantize.Figures((0.8, 0.8), 0.99, (first, second), (30, 40), (9.0, 2.5))
+
+
+def test_int8_that_is_slower_is_a_warning_with_the_ratio_and_the_processor():
+    assert figures(1476, 1354).speed("a Xeon") == "int8 takes 0.92 times as long as float (a Xeon)"
+    line = figures(533, 696).speed("a Xeon, 2 cores")
+    assert line.startswith(
+        "warning: int8 takes 1.31 times as long as float (a Xeon, 2 cores): slow"
+    )
+    assert re.fullmatch(
+        r"\S.*, \d+ cores, onnxruntime's own number of threads", quantize.processor()
+    )
+
+
+def test_both_files_are_timed_in_turns_by_the_clock():
+    now, asked = [0.0], []
+
+    def runner(name, seconds):
+        def run(images):
+            asked.append(name)
+            now[0] += seconds[min(asked.count(name) - 1, len(seconds) - 1)]
+
+        return run
+
+    runs = [runner("float", [90.0, 90.0, 90.0, 0.5]), runner("int8", [0.7])]
+    found = quantize._milliseconds(runs, torch.zeros(1), lambda: now[0])
+    assert found == (pytest.approx(500), pytest.approx(700))
+    assert asked == ["float", "int8"] * (quantize.NUM_RUNS + 3)

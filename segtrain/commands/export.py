@@ -11,7 +11,7 @@ from segtrain.data import SegDataset, open_dataset
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
 from segtrain.export.export_model import ViewSize, outside
 from segtrain.export.formats import ONNX_OPSET, require_onnx
-from segtrain.export.quantize import NUM_RUNS, Figures, Quantizer
+from segtrain.export.quantize import NUM_RUNS, Figures, Quantizer, processor
 from segtrain.export.write import (
     TOLERANCE,
     Deviation,
@@ -195,6 +195,7 @@ def _write_int8(
         quantizer.write(source, draft, training, chosen[0])
         figures = quantizer.figures((source, draft), scored, chosen[1])
         print("\n".join(_int8_table(figures)))
+        print(figures.speed(processor()))
         print(f"mIoU of {counted[1]}: {quantizer.settings.describe()}", flush=True)
         most = _MAX_LOSS if args.max_loss is None else args.max_loss
         if not figures.loss <= most:  # a NaN too

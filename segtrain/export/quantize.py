@@ -4,6 +4,8 @@ Calibration and scores show a file the images as `segtrain eval` shows them to t
 stands in the place of the model of a Predictor.
 """
 
+import platform
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,6 +22,7 @@ from torch.nn import functional
 
 from segtrain.checkpoint.trained import LoadedModel
 from segtrain.data.read.dataset import SegDataset
+from segtrain.distributed.machine import num_cores
 from segtrain.errors import ExecutionError, UserError
 from segtrain.export.export_model import ExportModel
 from segtrain.export.formats import FORMATS, Run, quiet
@@ -96,6 +99,13 @@ class Figures(NamedTuple):
     milliseconds: tuple[float, float]
     size: tuple[int, int]
     mebibytes: tuple[float, float]
+
+    def speed(self, where: str) -> str:
+        """Whether int8 is faster, for people."""
+        times = self.milliseconds[1] / self.milliseconds[0]
+        line = f"int8 takes {times:.2f} times as long as float ({where})"
+        slower = "slower here; keep the float file, or time both where they are to run"
+        return line if times <= 1 else f"warning: {line}: {slower}"
 
     @property
     def loss(self) -> float:
@@ -241,18 +251,30 @@ class Quantizer:
             seen.clear()
 
 
+def processor() -> str:
+    """What onnxruntime computes with here, for people."""
+    about = Path("/proc/cpuinfo")  # of Linux; elsewhere Python may know more
+    named = about.is_file() and re.search(r"model name\s*: (.+)", about.read_text())
+    name = named[1] if named else platform.processor() or platform.machine()
+    return f"{name}, {num_cores()} cores, onnxruntime's own number of threads"
+
+
 def _images(dataset: SegDataset, indices: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, str]]:
     for index in indices:
         image, label = map(torch.from_numpy, map(np.ascontiguousarray, dataset[index]))
         yield image, label, dataset.name(index)
 
 
-def _milliseconds(runs: Sequence[Callable[[Tensor], object]], images: Tensor) -> tuple[float, ...]:
+def _milliseconds(
+    runs: Sequence[Callable[[Tensor], object]],
+    images: Tensor,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[float, ...]:
     """The median time of each, in turns, so that what else the machine does meets both."""
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(_WARM_UP + NUM_RUNS):
         for run, taken in zip(runs, times, strict=True):
-            start = time.perf_counter()
+            start = clock()
             run(images)
-            taken.append(1000 * (time.perf_counter() - start))
+            taken.append(1000 * (clock() - start))
     return tuple(median(taken[_WARM_UP:]) for taken in times)
