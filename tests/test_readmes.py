@@ -127,6 +127,8 @@ NOT_RUN = {
     "score theirs/ --data mine --label-format train_ids --output runs/theirs": SCORED,
     "bench mine": "test_bench.py measures steps",
     "train mine --fit": "test_fit.py fits trainings to limits",
+    "init my_data --output mine2 --like mine": "test_grown.py adds images to folders",
+    "eval runs/mine --class crack --recall 0.95 --min-area 50": "test_image_calls.py has defects",
     "init photos --ignore 255": "test_init.py answers questions",
     "init scans --task multilabel": "test_multilabel.py runs it",
     "data import annotations.json --overlap keep --output drawn": "test_multilabel.py runs it",
