@@ -273,6 +273,7 @@ COMMANDS = (
         _argument("--task", "multilabel: classes may overlap", choices=("multilabel",)),
         _argument("--ignore", "ids or #rrggbb that mean no data, or none", "VALUES|none", _values),
         _argument("--val", "evaluate on a part (default: 0.2), or a file of names", "PART", _part),
+        _argument("--like", "folder has grown: each image stays on its side of DIR", "DIR", _path),
         _argument("--group", _GROUP_HELP, "REGEX", _pattern),
         _argument("--channels", "of the images, where that is in question", "C", positive),
         _switch("--dry-run", "write ten pairs to look at, DIR_samples.png, and nothing else"),

@@ -95,6 +95,14 @@ def list_pairs(path: Path, root: Path, labels_root: Path) -> Listing:
     return Listing(list(listed.values()), problems, [*notes, *case_clashes(listed)])
 
 
+def listed_images(path: Path) -> list[str]:
+    """The first file of each image that the list file at `path` names, whether it is there or not.
+
+    DataError: there is no such file, or it is no text.
+    """
+    return [images[0] for _, text in _lines(path) if (images := _images_and_label(text)[0])]
+
+
 def _window_of(image: str) -> Window | None:
     """The window that the name of a file ends with; None: it does not."""
     match = _WINDOW.search(image)

@@ -37,10 +37,9 @@ def main(args: argparse.Namespace) -> int:
         DataError: no images, no labels, or labels that cannot be read.
         ConfigError: two readings fit (`UndecidedError`), a wrong option, or the folder exists.
     """
-    words = (
-        "images labels names attribute pairs exif missing instances threshold task ignore val group"
-    )
-    answers = {word: getattr(args, word) for word in (*words.split(), "channels", "resize")}
+    words = "images labels names attribute pairs exif missing instances threshold task ignore val"
+    words += " group like channels resize"
+    answers = {word: getattr(args, word) for word in words.split()}
     answers["leave_out"] = args.leave_out or frozenset()
     if args.dry_run:
         output = args.output or default_output(args.folder)
@@ -162,7 +161,9 @@ def _claim(output: Path, folder: Path) -> None:
         output.mkdir(parents=True, exist_ok=True)
         there = list(output.iterdir())
         if not all(path.match(READINGS) for path in there):
-            raise ConfigError(f"{place}: exists already; choose another folder")
+            said = f"--like {shlex.quote(str(output))} keeps there what is evaluated on here"
+            said = f", where {said}" if (output / CONFIG).exists() else ""
+            raise ConfigError(f"{place}: exists already; choose another folder{said}")
         for path in there:
             path.unlink()
 

@@ -50,8 +50,8 @@ def is_one_picture(survey: Survey, labels: LabelSet, answers: Answers) -> bool:
         what = "the only image with a label, which windows need in one file, upright, of its size"
         raise DataError(f"{survey.root / image.path}: {what}")
     what = "the only image with a label; --val 0.2 divides it"
-    unused = "group val" if isinstance(answers.val, str) else "group"  # --val with a list of images
-    refuse_unused(vars(answers), unused, what)
+    unused = " val" if isinstance(answers.val, str) else ""  # --val with a list of images
+    refuse_unused(vars(answers), f"group like{unused}", what)
     return True
 
 

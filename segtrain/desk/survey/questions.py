@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from segtrain.desk.survey.contents import Value, word
@@ -24,8 +25,9 @@ class Answers:
 
     images: a folder or a pattern of the images. labels: of a label set, or several after commas.
     names: of the classes, in the order of their values. ignore: values without a class. val: a
-    fraction, or a list file. channels: of images. attribute: of VIA's regions, the one that names
-    the class. group: what in the path of an image tells with which others it stays together.
+    fraction, or a list file. like: an experiment whose images stay on their sides. channels: of
+    images. attribute: of VIA's regions, the one that names the class. group: what in the path of an
+    image tells with which others it stays together.
     pairs: words after commas: named: labels belong to the images that names say, whatever edges
     say; and the convention that says which label is whose, a key of `pairs.CONVENTIONS`.
     exif: whether labels lie on the pixels as stored, or as EXIF turns them.
@@ -41,6 +43,7 @@ class Answers:
     names: tuple[str, ...] | None = None
     ignore: frozenset[Value] | None = None
     val: float | str | None = None
+    like: Path | None = None
     group: re.Pattern[str] | None = None
     channels: int | None = None
     attribute: str | None = None

@@ -9,6 +9,7 @@ from typing import NamedTuple, Self
 
 from segtrain.desk.survey.contents import Value
 from segtrain.desk.survey.groupings import DEFAULT_VAL, Groups, groupings, shared_pixels
+from segtrain.desk.survey.grown import continued
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.leaks import check_groups, leak
@@ -67,7 +68,10 @@ def choose_splits(survey: Survey, labels: LabelSet, answers: Answers) -> Splits:
             sides = _Sides()
             images = [replace(image, split=None) for image in images]
         warnings = _without_labels(survey, labels)
-    if not (sides.train and sides.val):
+    if answers.like is not None:
+        *divided, gone = continued(survey, images, (sides.train, sides.val), answers)
+        sides, warnings = _Sides(*divided), warnings + gone
+    elif not (sides.train and sides.val):
         # Labels of one side may be hidden: the other one is divided.
         divided = _divided(survey, labels, sides.train or sides.val or images, answers)
         sides = divided._replace(reason=divided.reason + sides.reason)

@@ -1,0 +1,128 @@
+"""`segtrain init --like`: what was evaluated on stays so when a folder has grown."""
+
+from zlib import crc32
+
+import numpy as np
+from folders import save, scene
+from test_init import no_network
+
+__all__ = ["no_network"]  # a fixture
+
+
+def add(folder, names, *, split=""):
+    for name in names:
+        seed = crc32(name.encode())
+        for kind, array in zip(("images", "masks"), scene(seed), strict=True):
+            save(folder / kind / split / f"{name}.png", array)
+
+
+def sides(experiment):
+    """The images to train and to evaluate on, as the two lists name them."""
+    texts = [(experiment / f"{side}.txt").read_text() for side in ("train", "val")]
+    rows = [[x.split("\t")[0] for x in text.splitlines() if x[0] != "#"] for text in texts]
+    return [{x.rpartition("/")[2].removesuffix(".png") for x in of_side} for of_side in rows]
+
+
+def numbers(first, last):
+    """Names without order, of which none is a sequence."""
+    return [np.random.default_rng(i).bytes(4).hex() for i in range(first, last)]
+
+
+def test_old_images_stay_where_they_were_and_the_share_is_kept(tmp_path, lab):
+    data, one = tmp_path / "data", tmp_path / "one"
+    add(data, numbers(0, 30))
+    lab.done("init", data, "--output", one, "--val", "0.3")
+    train, val = sides(one)
+    assert (len(train), len(val)) == (21, 9)
+    add(data, numbers(30, 40))
+    # Drawn anew, some would have been trained on: the reason for the option.
+    lab.done("init", data, "--output", tmp_path / "anew", "--val", "0.3")
+    assert val & sides(tmp_path / "anew")[0]
+    gone = min(val)
+    for kind in ("images", "masks"):
+        (data / kind / f"{gone}.png").unlink()
+    said = lab.done("init", data, "--output", tmp_path / "two", "--like", one).out
+    new_train, new_val = sides(tmp_path / "two")
+    assert train <= new_train
+    assert val - {gone} <= new_val
+    # 39 images, of which 0.3 are 11.7; eight old ones are there.
+    assert (len(new_val - val), len(new_train | new_val)) == (4, 39)
+    assert f"29 images as {one} has them; of 10 new ones 6 to train and 4 to evaluate on" in said
+    assert f"1 of 30 images have no label or are gone: images/{gone}.png" in said
+    # Again, of the new one; and where nothing has grown, all is equal.
+    lab.done("init", data, "--output", tmp_path / "three", "--like", tmp_path / "two")
+    assert sides(tmp_path / "three") == [new_train, new_val]
+
+
+def test_new_images_of_a_sequence_go_to_it_and_new_sequences_stay_whole(tmp_path, lab):
+    data, one, two = (tmp_path / x for x in ("data", "one", "two"))
+    add(data, [f"drive{i}_{frame:03}" for i in range(6) for frame in range(3)])
+    group = "--group", "(drive[0-9])"
+    lab.done("init", data, "--output", one, *group)
+    add(data, [f"drive{i}_{frame:03}" for i in range(9) for frame in range(3, 6)])
+    lab.done("init", data, "--output", two, "--like", one, *group)
+    old, new = sides(one), sides(two)
+    assert all(a <= b for a, b in zip(old, new, strict=True))
+    drives = [{x[:6] for x in side} for side in new]
+    assert not drives[0] & drives[1]
+    assert len(drives[0] | drives[1]) == 9
+    assert len(new[0] | new[1]) == 18 + 27
+
+
+def test_new_images_of_a_folder_with_splits_are_where_it_puts_them(tmp_path, lab):
+    """And what somebody moves to the other side of the folder is an image that is gone."""
+    data, one, two = (tmp_path / x for x in ("data", "one", "two"))
+    names = numbers(0, 16)
+    add(data, names[:8], split="train"), add(data, names[8:10], split="val")
+    lab.done("init", data, "--output", one)
+    add(data, names[10:13], split="train"), add(data, names[13:15], split="val")
+    add(data, names[15:], split="test")
+    said = lab.done("init", data, "--output", two, "--like", one).out
+    assert sides(two) == [{*names[:8], *names[10:13]}, {*names[8:10], *names[13:15]}]
+    assert "of 5 new ones 3 to train and 2 to evaluate on: the folder's splits" in said
+
+
+def test_new_tiles_that_show_what_is_on_the_other_side_are_left_out(tmp_path, lab):
+    """Tiles of 80x64 in a row; the new ones lie between two old ones each."""
+    data, one, two = (tmp_path / x for x in ("data", "one", "two"))
+    rng = np.random.default_rng(0)
+    picture, classes = rng.integers(0, 256, (64, 1600, 3), np.uint8), np.zeros((64, 1600), np.uint8)
+    classes[20:40, ::3] = 1
+
+    def cut(lefts):
+        for x in lefts:
+            save(data / f"images/map_{x}_0.png", picture[:, x : x + 80])
+            save(data / f"masks/map_{x}_0.png", classes[:, x : x + 80])
+
+    cut(range(0, 1600, 80))
+    lab.done("init", data, "--output", one)
+    cut(range(40, 1520, 80))
+    said = lab.done("init", data, "--output", two, "--like", one).out
+    old, new = sides(one), sides(two)
+    assert all(a <= b for a, b in zip(old, new, strict=True))
+    trained, evaluated = ([int(x.split("_")[1]) for x in side] for side in new)
+    assert all(abs(a - b) >= 80 for a in trained for b in evaluated)
+    assert "that overlap the other side left out" in said
+
+
+def test_what_divides_nothing_here_is_refused(tmp_path, lab):
+    data, one = tmp_path / "data", tmp_path / "one"
+    add(data, numbers(0, 8))
+    lab.done("init", data, "--output", one)
+    said = lab.refused("init", data, "--output", one)
+    assert (
+        f"choose another folder, where --like {one} keeps there what is evaluated on here" in said
+    )
+    command = ["init", data, "--output", tmp_path / "two", "--like"]
+    assert "cannot be read" in lab.refused(*command, tmp_path / "none")
+    add(tmp_path / "other", numbers(8, 16))
+    said = lab.refused("init", tmp_path / "other", "--output", tmp_path / "two", "--like", one)
+    assert f"--like {one}: of its 8 images 0 have a label in {tmp_path / 'other'}" in said
+    config = one / "config.yaml"
+    text = config.read_text()
+    config.write_text(text.replace("layout: list", "layout: folders"))
+    assert "expected data.layout list" in lab.refused(*command, one)
+    config.write_text(text)
+    listed = one / "val.txt"
+    listed.write_text(listed.read_text().replace(".png\t", ".png#xywh=0,0,32,32\t"))
+    assert "it divides one picture" in lab.refused(*command, one)
