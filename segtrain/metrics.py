@@ -36,6 +36,7 @@ class Scores:
     freq_weighted_iou: float  # mean of `iou` weighted by `class_frequency` ("fwIoU")
     num_pixels: int  # labelled ones, of all classes
     labelled: tuple[int, ...]  # the same of each class
+    area_ratio: tuple[float, ...]  # predicted / labelled pixels of each class
     ap: tuple[float, ...] | None = None  # average precision, of classes that overlap
 
     def scalars(self, names: Sequence[str]) -> dict[str, float]:
@@ -71,6 +72,7 @@ class Scores:
             "precision": self.precision,
             "recall": self.recall,
             "share": self.class_frequency,
+            "area_ratio": self.area_ratio,
         }
         return columns if self.ap is None else columns | {"AP": self.ap}
 
@@ -224,6 +226,7 @@ def scores_from(
         freq_weighted_iou=weighted if total else math.nan,
         num_pixels=total,
         labelled=tuple(labelled),
+        area_ratio=tuple(map(ratio, predicted, labelled)),
     )
 
 
@@ -318,7 +321,7 @@ def score_table(
 
 
 # Of a class in all labels. With fewer its IoU, and with it the mean, jumps by the luck of a region.
-_FEW_PIXELS = 100
+FEW_PIXELS = 100
 
 
 def thin_classes(scores: Scores, names: Sequence[str], split: str) -> list[str]:
@@ -334,7 +337,7 @@ def thin_classes(scores: Scores, names: Sequence[str], split: str) -> list[str]:
     pixels = scores.labelled
     pairs = [(printable(name, MAX_NAME), n) for name, n in zip(names, pixels, strict=True)]
     none = [name for name, n in pairs if n == 0]
-    few = [f"{name} ({counted(n, 'pixel', 'pixels')})" for name, n in pairs if 0 < n < _FEW_PIXELS]
+    few = [f"{name} ({counted(n, 'pixel', 'pixels')})" for name, n in pairs if 0 < n < FEW_PIXELS]
     lines = []
     if none:
         what = "count as 0 in mIoU once they are predicted, and not at all before"

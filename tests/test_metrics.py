@@ -162,7 +162,7 @@ def test_scores_for_json_and_scalars_have_no_nan():
     scores = scores_of([[3, 1, 0], [0, 0, 0], [0, 0, 0]])
     text = json.dumps(scores.to_dict(NAMES), allow_nan=False)
     assert json.loads(text)["classes"][2] == {"name": "car", "share": 0} | dict.fromkeys(
-        ("IoU", "Dice", "precision", "recall")
+        ("IoU", "Dice", "precision", "recall", "area_ratio")
     )
     rows = list(csv.DictReader(scores_csv(scores, NAMES).splitlines()))
     assert [row["IoU"] for row in rows] == ["0.750000", "0.000000", "", "0.375000"]

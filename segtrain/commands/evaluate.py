@@ -61,6 +61,7 @@ from segtrain.run.pictures import (
     write_png,
     write_stored,
 )
+from segtrain.score.areas import area_lines
 from segtrain.score.curves import CURVE_TITLES, CurveQuestion, curves_csv
 from segtrain.score.group_table import ScoresByGroup
 from segtrain.score.plugin_metrics import PluginMetric
@@ -276,6 +277,8 @@ def _lines(
     if not args.no_labels:
         yield from (*report.lines(), *asked.why_not)
         yield from result.outcome.warnings(loaded.classes.names, dataset.split)
+        if asked.task.has_classes:
+            yield from area_lines(result.outcome.scores, loaded.classes.names, config)
     for answer in answers:
         yield from answer.lines
     yield f"{args.checkpoint}, {loaded.about}, {len(dataset)} images of split {dataset.split}"

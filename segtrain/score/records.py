@@ -209,7 +209,7 @@ def scores_csv(scores: Scores, classes: Sequence[str]) -> str:
     for name, *values in zip(classes, *columns.values(), strict=True):
         rows.writerow([name, *map(_cell, values)])
     means = scores.mean_iou, scores.mean_dice, scores.mean_precision, scores.mean_recall
-    rows.writerow(["mean", *map(_cell, means), ""])
+    rows.writerow(["mean", *map(_cell, means), *[""] * (len(columns) - len(means))])
     return text.getvalue()
 
 
