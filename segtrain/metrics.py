@@ -54,6 +54,10 @@ class Scores:
         """The mean IoU of some classes, over those that are not NaN."""
         return mean_of_present([self.iou[i] for i in indices])
 
+    def mean_iou_without(self, left_out: Sequence[str], names: Sequence[str]) -> float:
+        """The same of all classes but those called so; names: of all."""
+        return self.mean_iou_of([i for i, name in enumerate(names) if name not in left_out])
+
     def to_dict(self, names: Sequence[str]) -> dict[str, Any]:
         """The scores for a JSON file; NaN becomes None, because JSON has no NaN."""
         means = {name: or_none(value) for name, value in self.means().items()}

@@ -54,7 +54,8 @@ def runs(tmp_path_factory):
             return replace(scores(matrix), iou=iou, mean_iou=sum(iou) / 4, mean_dice=dice)
 
         best = CLASSES if name == "classes" else name
-        options = small(home / "data", train={"steps": 3}, eval={"every_steps": 1, "best": best})
+        evaluation = {"every_steps": 1, "best": best, "without": ["ground"]}
+        options = small(home / "data", train={"steps": 3}, eval=evaluation)
         with patch.context() as context:
             context.setattr(ConfusionMatrix, "scores", scripted)
             context.setattr(
@@ -83,6 +84,8 @@ def test_the_score_of_the_config_chooses_and_all_agree(runs, name):
     assert f"step 1  mIoU 0.5000  {'' if name == 'miou' else by}" in log
     assert "eval.best" not in log  # all classes are labelled
     tag = {"miou": "mIoU", "mdice": "mDice", "classes": "IoU_of_best"}[name]
+    rest = [sum(iou[1:]) / 3 for iou in IOU]  # of eval.without
+    assert losses(run, "eval/mIoU_without") == pytest.approx(rest)
     assert TOLD[name][1] == {f"best/{tag}": pytest.approx(value), "best/step": step}
     assert re.search(rf"train 3/3  loss .*  best {by} 0\.\d\d\d  lr ", log)
 

@@ -346,3 +346,18 @@ def test_scores_of_groups_are_those_of_their_pixels(command, cityscapes, tmp_pat
 def test_an_image_of_no_group_is_named(command):
     with pytest.raises(ConfigError, match=r"--group \(ulm\): 2 images have no group: .*aachen"):
         command(group=re.compile("(ulm)"))
+
+
+def test_the_mean_without_some_classes_stands_beside_the_mean(command, capsys):
+    found = command("eval.without=[road, person]")
+    rest = [x["IoU"] for x in found["classes"] if x["name"] not in ("road", "person")]
+    expected = mean(x for x in rest if x is not None)
+    assert found["without"] == {"classes": ["road", "person"], "mIoU": pytest.approx(expected)}
+    assert f"mIoU without road, person  {100 * expected:.2f}" in capsys.readouterr().out
+    assert "without" not in command()
+    assert "mIoU without" not in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no class raod; did you mean road"):
+        command("eval.without=[raod]")
+    everything = ",".join(load_class_file("cityscapes").names)
+    with pytest.raises(ConfigError, match="without: no class is left"):
+        command(f"eval.without=[{everything}]")

@@ -158,6 +158,15 @@ def test_classes_of_which_a_split_shows_nearly_nothing_are_named():
     assert nothing == "warning: no pixel of val is labelled: there is nothing to score"
 
 
+def test_a_mean_may_leave_out_classes():
+    """As the mean, without classes of no pixel: of car here; sky is predicted, and has IoU 0."""
+    scores = scores_of([[3, 1, 0], [0, 0, 0], [0, 0, 0]])
+    assert scores.mean_iou_without(["road"], NAMES) == 0
+    assert scores.mean_iou_without(["sky"], NAMES) == 3 / 4
+    assert scores.mean_iou_without([], NAMES) == scores.mean_iou
+    assert math.isnan(scores.mean_iou_without(["road", "sky"], NAMES))
+
+
 def test_scores_for_json_and_scalars_have_no_nan():
     scores = scores_of([[3, 1, 0], [0, 0, 0], [0, 0, 0]])
     text = json.dumps(scores.to_dict(NAMES), allow_nan=False)

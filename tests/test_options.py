@@ -148,6 +148,7 @@ SECOND = {
     "eval.precision": "bfloat16",
     "eval.batch_size": 2,
     "eval.metrics": "[{name: none}]",
+    "eval.without": "[sand]",
     "log.every_steps": 2,
     "log.charts": "true",
     "log.trackers": "[wandb]",

@@ -252,6 +252,9 @@ def test_a_metric_may_choose_the_best_and_the_run_is_read_without_it(heights, la
         lab.done("train", config, "--nproc", 1, "--output", run, *words)
     assert losses(run, "eval/score") == losses(run, "metric/spread/x")
     with forgetting():
+        said = lab.refused("train", config, "--output", "x", *words, "--set", "eval.without=[a]")
+    assert "eval.without: task heights has no IoU; leave it out" in said
+    with forgetting():
         lab.done("predict", run, data / "images/val", "--output", lab.folder / "out", *plugin)
 
 

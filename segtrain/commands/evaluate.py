@@ -43,7 +43,7 @@ from segtrain.errors import (
 from segtrain.files import os_errors_as
 from segtrain.inference.predictor import for_scores
 from segtrain.inference.settings import InferenceSettings, set_after_training
-from segtrain.metrics import or_none, percent
+from segtrain.metrics import Scores, or_none, percent
 from segtrain.models.memory import check_windows
 from segtrain.models.norms import describe_norm
 from segtrain.models.precision import (
@@ -163,6 +163,8 @@ def _open(args: argparse.Namespace) -> _Asked:
     split = args.split or config.data.eval_split
     dataset = open_dataset(config.data, split, labelled=not args.no_labels)
     _check_classes(loaded, dataset)
+    if unknown := config.eval.unknown_classes(names):
+        raise ConfigError("\n".join(unknown))
     curves = question.counts(names, device)
     check_windows(config, len(names), device, dist.local_world_size())
     groups = groups_by(args.group, dataset, config)
@@ -240,8 +242,19 @@ def _answers(asked: _Asked, result: _Result) -> list["Answer"]:
     if result.outcome.curves is not None:
         told = asked.question.answer(result.outcome.curves.counts, names, asked.task)
         answers.append(Answer("curves", *told))
+    if not asked.args.no_labels:
+        answers += without_classes(result.outcome.scores, asked.config.eval.without, names)
     measured = {"by_volume": asked.volumes and asked.volumes.table, "surfaces": asked.surfaces}
     return answers + answers_of(result.records, asked.groups, measured, result.further)
+
+
+def without_classes(scores: Scores, left_out: Sequence[str], names: Sequence[str]) -> list["Answer"]:
+    """The mean of the other classes, as `eval.without` asks for it."""
+    if not left_out:
+        return []
+    score = scores.mean_iou_without(left_out, names)
+    line = f"mIoU without {', '.join(map(printable, left_out))} {percent(score)}"
+    return [Answer("without", [line], {"classes": left_out, "mIoU": or_none(score)})]
 
 
 def answers_of(

@@ -197,6 +197,9 @@ class EvalConfig(Section):
     metrics: tuple[Metric, ...] = option(
         (), "further scores of evaluations, of plugins: [{name: holes, options: {}}]"
     )
+    without: tuple[Name, ...] = option(
+        (), "also the mIoU of all classes but these, such as [background]: eval/mIoU_without"
+    )
 
     def _mistakes(self) -> Iterator[str]:
         if len(set(self.best_classes)) < len(self.best_classes):
@@ -235,13 +238,16 @@ class EvalConfig(Section):
         return f"eval/{'IoU_of_best' if self.best_classes else _SCORES[self.best]}"
 
     def unknown_classes(self, known: Sequence[str]) -> list[str]:
-        """A line for each class that the score is of and that is not one of `known`."""
-        return [
-            f"eval.best: no class {printable(name, MAX_NAME)}{did_you_mean(name, known)}; "
+        """A line for each class that a score is of, or without, and that is not one of `known`."""
+        lines = [
+            f"eval.{key}: no class {printable(name, MAX_NAME)}{did_you_mean(name, known)}; "
             f"the classes are {first_of(known, 30)}"
-            for name in self.best_classes
+            for key, names in (("best", self.best_classes), ("without", self.without))
+            for name in names
             if name not in known
         ]
+        none_is_left = self.without and {*known} <= {*self.without}
+        return [*lines, "eval.without: no class is left"] if none_is_left else lines
 
 
 class LogConfig(Section):
@@ -395,6 +401,8 @@ class Config(Section):
             yield f"eval.best: no metric {printable(name, MAX_NAME)} in eval.metrics; name it there"
         if name is None and self.has_own_task:
             yield f"eval.best: task {self.task} has no IoU; name a score of it: {self.task}/SCORE"
+        if self.eval.without and self.has_own_task:
+            yield f"eval.without: task {self.task} has no IoU; leave it out"
         if self.is_multilabel and metrics:
             yield "eval.metrics: they take one class a pixel; with task multilabel it has several"
 

@@ -136,7 +136,7 @@ HARMLESS = (
     *("data.root", "data.classes", "data.pack", "data.num_workers"),
     *("train.compile", "train.graph", "train.timeout_s", "train.split"),
     # Not where code of the user's own lies: its hash counts.
-    *("log.", "checkpoint.", "plugins", "eval.metrics"),
+    *("log.", "checkpoint.", "plugins", "eval.metrics", "eval.without"),
 )
 
 

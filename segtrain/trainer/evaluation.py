@@ -66,6 +66,8 @@ def evaluate(run: TrainRun) -> bool:
     if is_first:
         log.lines([*outcome.warnings(names, split), *lines])
     scalars[config.eval.best_tag] = score
+    if left_out := config.eval.without:  # refused where the task has no scores of classes
+        scalars["eval/mIoU_without"] = outcome.scores.mean_iou_without(left_out, names)
     # A line of metrics.jsonl is known as an evaluation by one of these tags.
     if OF_EVALUATIONS[0] not in scalars:
         scalars[OF_EVALUATIONS[1]] = score
