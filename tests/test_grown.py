@@ -69,17 +69,22 @@ def test_new_images_of_a_sequence_go_to_it_and_new_sequences_stay_whole(tmp_path
     assert len(new[0] | new[1]) == 18 + 27
 
 
-def test_new_images_of_a_folder_with_splits_are_where_it_puts_them(tmp_path, lab):
-    """And what somebody moves to the other side of the folder is an image that is gone."""
+def test_splits_of_the_folder_go_before_unless_a_share_is_given(tmp_path, lab):
     data, one, two = (tmp_path / x for x in ("data", "one", "two"))
     names = numbers(0, 16)
     add(data, names[:8], split="train"), add(data, names[8:10], split="val")
     lab.done("init", data, "--output", one)
-    add(data, names[10:13], split="train"), add(data, names[13:15], split="val")
+    add(data, names[10:14], split="train"), add(data, names[14:15], split="val")
     add(data, names[15:], split="test")
-    said = lab.done("init", data, "--output", two, "--like", one).out
-    assert sides(two) == [{*names[:8], *names[10:13]}, {*names[8:10], *names[13:15]}]
-    assert "of 5 new ones 3 to train and 2 to evaluate on: the folder's splits" in said
+    said = lab.refused("init", data, "--output", two, "--like", one)
+    assert "--like: no effect on the splits of folders; or add --val 0.2" in said
+    said = lab.done("init", data, "--output", two, "--like", one, "--val", 0.25).out
+    train, val = sides(two)
+    assert train >= {*names[:8]}
+    assert val >= {*names[8:10]}
+    assert train | val == {*names[:15]}
+    # A quarter of 15 images.
+    assert (len(val), "of 5 new ones 3 to train and 2 to evaluate on" in said) == (4, True)
 
 
 def test_new_tiles_that_show_what_is_on_the_other_side_are_left_out(tmp_path, lab):
@@ -125,4 +130,4 @@ def test_what_divides_nothing_here_is_refused(tmp_path, lab):
     config.write_text(text)
     listed = one / "val.txt"
     listed.write_text(listed.read_text().replace(".png\t", ".png#xywh=0,0,32,32\t"))
-    assert "it divides one picture" in lab.refused(*command, one)
+    assert "expected some to train and some to evaluate on" in lab.refused(*command, one)

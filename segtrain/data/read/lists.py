@@ -96,10 +96,7 @@ def list_pairs(path: Path, root: Path, labels_root: Path) -> Listing:
 
 
 def listed_images(path: Path) -> list[str]:
-    """The first file of each image that the list file at `path` names, whether it is there or not.
-
-    DataError: there is no such file, or it is no text.
-    """
+    """The first file of each image that a list file names, whether it is there or not."""
     return [images[0] for _, text in _lines(path) if (images := _images_and_label(text)[0])]
 
 

@@ -22,15 +22,12 @@ _SIDES = "train", "val"
 
 
 def continued(
-    survey: Survey,
-    images: Sequence[Image],
-    given: tuple[Sequence[Image], Sequence[Image]],
-    answers: Answers,
+    survey: Survey, images: Sequence[Image], answers: Answers
 ) -> tuple[list[Image], list[Image], str, list[str]]:
     """Images to train and to evaluate on, the reason, and warnings.
 
-    Old ones are where `answers.like` has them. A new one goes where the folder puts it (`given`),
-    else to those that it belongs with, else by a hash, so that evaluation keeps its share.
+    Old ones are where `answers.like` has them. New ones go to those that they belong with, else by
+    a hash, so that evaluation keeps its share.
 
     ConfigError: `answers.like` divides no images of this folder.
     """
@@ -40,15 +37,12 @@ def continued(
     if {*kept.values()} != {*_SIDES}:
         what = f"of its {len(old)} images {len(kept)} have a label in {printable(survey.root)}"
         raise ConfigError(f"{option}: {what}; expected some to train and some to evaluate on")
-    if all(given):
-        how, pairs = "the folder's splits", zip(_SIDES, given, strict=True)
-        added = {x.path: side for side, part in pairs for x in part if x.path not in old}
-    else:  # a test split of the folder is kept for the test
-        new = [x.path for x in images if x.path not in old and x.split != "test"]
-        group_of, how = next(iter(groupings(survey, images, answers.group)))
-        share = Counter(old.values())["val"] / len(old)
-        share = answers.val if isinstance(answers.val, float) else share
-        added = _sides_of(new, kept, group_of, share * (len(kept) + len(new)))
+    # A test split of the folder is kept for the test.
+    new = [x.path for x in images if x.path not in old and x.split != "test"]
+    group_of, how = next(iter(groupings(survey, images, answers.group)))
+    share = Counter(old.values())["val"] / len(old)
+    share = answers.val if isinstance(answers.val, float) else share
+    added = _sides_of(new, kept, group_of, share * (len(kept) + len(new)))
     sides = kept | added
     # Whichever side such a new tile goes to, the other one shows pixels of it.
     shared = [pair for pair in shared_pixels(survey, images) if {*pair} <= {*sides}]
@@ -61,23 +55,19 @@ def continued(
     reason += f"; {len(beside)} that overlap the other side left out" if beside else ""
     lost = [path for path in old if path not in here]
     what = f"{len(lost)} of {len(old)} images have no label or are gone: {first_of(lost, 3)}"
-    renamed = "an image under another name counts as new, on either side"
-    return train, val, reason, [f"{option}: {what}; {renamed}"] if lost else []
+    gone = f"{option}: {what}; an image under another name counts as new, on either side"
+    return train, val, reason, [gone] if lost else []
 
 
 def _sides_in(experiment: Path) -> Sides:
     """The sides of an experiment that `segtrain init` has written, by the paths in its lists."""
-    option, data = f"--like {printable(experiment)}", load_config(experiment / CONFIG).data
+    data = load_config(experiment / CONFIG).data
     if data.layout != "list":
         what = f"expected data.layout list, as segtrain init writes it, found {data.layout}"
-        raise ConfigError(f"{option}: {what}")
+        raise ConfigError(f"--like {printable(experiment)}: {what}")
     root = Path(os.path.expanduser(data.root))
     lists = zip(_SIDES, (data.train_split, data.eval_split), strict=True)
-    sides = {path: side for side, name in lists for path in listed_images(root / name)}
-    if window := next((path for path in sides if "#xywh=" in path), None):
-        what = f"it divides one picture, {printable(window)}, and no images"
-        raise ConfigError(f"{option}: {what}; remove it, and --val 0.2 divides all anew")
-    return sides
+    return {path: side for side, name in lists for path in listed_images(root / name)}
 
 
 def _sides_of(new: Sequence[str], kept: Mapping[str, str], group_of: Groups, size: float) -> Sides:

@@ -17,7 +17,7 @@ from segtrain.desk.survey.questions import Answers
 from segtrain.desk.survey.reasons import SPLIT_NAMES
 from segtrain.desk.survey.split_questions import ask_about_unlisted, ask_which_lists
 from segtrain.desk.survey.survey import Survey
-from segtrain.errors import DataError
+from segtrain.errors import DataError, refuse_unused
 from segtrain.text import counted, first_of
 
 # Of the images that lists name: fewer without a label are no surprise.
@@ -68,10 +68,14 @@ def choose_splits(survey: Survey, labels: LabelSet, answers: Answers) -> Splits:
             sides = _Sides()
             images = [replace(image, split=None) for image in images]
         warnings = _without_labels(survey, labels)
-    if answers.like is not None:
-        *divided, gone = continued(survey, images, (sides.train, sides.val), answers)
-        sides, warnings = _Sides(*divided), warnings + gone
-    elif not (sides.train and sides.val):
+    if sides.train and sides.val:
+        refuse_unused(
+            vars(answers), "like", f"the splits of {survey.split_source}; or add --val 0.2"
+        )
+    elif answers.like is not None:
+        *found, gone = continued(survey, sides.train or sides.val or images, answers)
+        sides, warnings = _Sides(*found), warnings + gone
+    else:
         # Labels of one side may be hidden: the other one is divided.
         divided = _divided(survey, labels, sides.train or sides.val or images, answers)
         sides = divided._replace(reason=divided.reason + sides.reason)
