@@ -435,6 +435,7 @@ COMMANDS = (
         _argument("--class", "whose threshold is sought", "NAME", dest="class_name"),
         _argument("--precision", "seek the threshold of this precision", "X", _share),
         _argument("--recall", "or the threshold of this recall", "X", _share),
+        _argument("--min-area", "with --recall, by image: pixels of an object", "PX", positive),
         description="Score a trained model: IoU, Dice, precision and recall of every class, their "
         "means,\npixel accuracy and calibration error.",
         examples="segtrain eval runs/own\n"

@@ -64,6 +64,7 @@ from segtrain.run.pictures import (
 from segtrain.score.areas import area_lines
 from segtrain.score.curves import CURVE_TITLES, CurveQuestion, curves_csv
 from segtrain.score.group_table import ScoresByGroup
+from segtrain.score.image_calls import ImageCalls
 from segtrain.score.plugin_metrics import PluginMetric
 from segtrain.score.records import Records, load_records
 from segtrain.score.scoring import Chosen, evaluate_dataset
@@ -84,8 +85,8 @@ def run_eval(args: argparse.Namespace) -> int:
 
     args: checkpoint (run directory or file), others (of an ensemble), set, split, device, json,
         per_image, save_predictions, overlays, num_overlays, worst, no_labels, group (a pattern),
-        surface (a tolerance in pixels); curves, class_name, precision and recall, those of
-        CurveQuestion.
+        surface (a tolerance in pixels); min_area (pixels); curves, class_name, precision and
+        recall, those of CurveQuestion.
     """
     asked = _open(args)
     config, loaded = asked.config, asked.loaded
@@ -121,7 +122,7 @@ class _Asked(NamedTuple):
     """What is to be evaluated, and what is result beside the scores.
 
     groups: the group of each image. instances: None, and `why_not` in lines, where labels have
-    none. surfaces, groups (with them volumes), curves: None if nobody asks.
+    none. surfaces, groups (with them volumes), curves, calls: None if nobody asks.
     """
 
     args: argparse.Namespace
@@ -138,6 +139,7 @@ class _Asked(NamedTuple):
     surfaces: SurfaceScores | None
     volumes: VolumeScores | None
     metrics: Sequence[PluginMetric]
+    calls: ImageCalls | None
 
     @property
     def task(self) -> Task:
@@ -172,6 +174,8 @@ def _open(args: argparse.Namespace) -> _Asked:
     instances, why_not = (None, []) if args.no_labels else instances_of(dataset, config)
     surfaces = None if args.surface is None else SurfaceScores(names, args.surface)
     volumes = volumes_of(dataset, config, groups)
+    of_class = args.recall and (names.index(args.class_name), args.class_name, args.recall)
+    calls = ImageCalls(*of_class, args.min_area or 1) if of_class else None
     chosen = () if args.no_labels else config.eval.metrics
     metrics = [PluginMetric(metric, names) for metric in chosen]
     # Before the evaluation: after it, it is too late to ask for another name.
@@ -191,6 +195,7 @@ def _open(args: argparse.Namespace) -> _Asked:
         surfaces=surfaces,
         volumes=volumes,
         metrics=metrics,
+        calls=calls,
     )
 
 
@@ -224,10 +229,12 @@ def _count(asked: _Asked) -> _Result:
     evaluate = partial(evaluate_dataset, predictor, progress=True, num_threads=num_threads)
     measured = [x for x in (asked.instances, asked.surfaces, asked.volumes) if x is not None]
     callbacks = [*asked.writers, *(measure.add for measure in (*measured, *asked.metrics))]
-    outcome = evaluate(asked.dataset, callbacks=callbacks, curves=asked.curves)
+    watched = [asked.calls] if asked.calls else []
+    counting = {"callbacks": callbacks, "watchers": [one.add for one in watched]}
+    outcome = evaluate(asked.dataset, curves=asked.curves, **counting)
     further = {measure.name: measure.scores() for measure in asked.metrics}
     # All ranks were asked for the same, so these sums match.
-    for measure in measured:
+    for measure in (*measured, *watched):
         measure.sum_over_ranks()
     records = Records.of(outcome, asked.dataset, asked.settings, loaded.step)
     # On all ranks: the images are predicted once more, by all of them.
@@ -242,13 +249,17 @@ def _answers(asked: _Asked, result: _Result) -> list["Answer"]:
     if result.outcome.curves is not None:
         told = asked.question.answer(result.outcome.curves.counts, names, asked.task)
         answers.append(Answer("curves", *told))
+    if asked.calls:
+        answers.append(Answer("by_image", *asked.calls.answer(asked.dataset.names, asked.task)))
     if not asked.args.no_labels:
         answers += without_classes(result.outcome.scores, asked.config.eval.without, names)
     measured = {"by_volume": asked.volumes and asked.volumes.table, "surfaces": asked.surfaces}
     return answers + answers_of(result.records, asked.groups, measured, result.further)
 
 
-def without_classes(scores: Scores, left_out: Sequence[str], names: Sequence[str]) -> list["Answer"]:
+def without_classes(
+    scores: Scores, left_out: Sequence[str], names: Sequence[str]
+) -> list["Answer"]:
     """The mean of the other classes, as `eval.without` asks for it."""
     if not left_out:
         return []
@@ -425,6 +436,8 @@ def _check_options(args: argparse.Namespace) -> None:
     """ConfigError: options that do not serve each other."""
     if args.worst and not args.overlays:
         raise ConfigError("--worst: serves only --overlays DIR")
+    if args.min_area and not args.recall:
+        raise ConfigError("--min-area: serves only --recall X")
     if args.no_labels:
         scored = {"--json": args.json, "--per-image": args.per_image, "--overlays": args.overlays}
         scored |= {"--curves": args.curves, "--class": args.class_name, "--group": args.group}

@@ -27,6 +27,7 @@ from segtrain.task.tasks import task_of
 from segtrain.text import counted
 
 Sample = tuple[np.ndarray, np.ndarray]
+Watcher = Callable[[int, Tensor, Tensor], None]
 
 # A data set is divided into at least so many groups if it has the images: eight ranks then have at
 # most a quarter more than the mean.
@@ -89,6 +90,7 @@ def evaluate_dataset(
     num_threads: int = 2,
     at_once: int = 1,
     callbacks: Sequence[Callable[[Prediction], None]] = (),
+    watchers: Sequence[Watcher] = (),
     stop: Callable[[], bool] = lambda: False,
     curves: CurveCounts | None = None,
 ) -> Outcome:
@@ -109,6 +111,8 @@ def evaluate_dataset(
             one thread of torch (`Shares.of_this_rank`).
         callbacks: each is called with every prediction of this rank, in the order of the data set,
             all in one thread beside the caller's.
+        watchers: each is called with index, probabilities and label of an image, on the device;
+            only with `curves` are these of all classes.
         stop: asked before each group and each batch of windows; true: this rank leaves its images.
             It may be true on some ranks only.
         curves: counts the probabilities of all classes, which takes time and memory; None: nobody
@@ -122,7 +126,7 @@ def evaluate_dataset(
     settings = predictor.settings.usual
     about = len(dataset), predictor.num_classes, predictor.device
     counts = task_of(settings.task).counts(*about, curves)
-    images = _Images(predictor, dataset, counts, stop)
+    images = _Images(predictor, dataset, counts, stop, watchers)
     size = group_size(len(dataset), settings, predictor.limits)
     groups = shard(len(dataset), dist.rank(), dist.world_size(), group=size)
     mine, whole = sum(map(len, groups)), len(dataset)
@@ -176,6 +180,7 @@ class _Images:
     dataset: Sequence[Sample]
     counts: ImageCounts
     stop: Callable[[], bool]
+    watchers: Sequence[Watcher]
     num_by_windows: int = 0  # images that do not fit into memory as a whole
 
     def predicted(self, groups: Sequence[range], num_threads: int) -> Iterator[_Predicted]:
@@ -233,9 +238,10 @@ class _Images:
                 what = f"predicts {shapes[0]} where the label is {shapes[1]}"
                 name = self.predictor.settings.usual.task
                 raise ConfigError(f"task {name}: {what}; see Decoding.bands")
-            self.counts.add(
-                decoded.index, label_map, self.predictor.transfer.to_device(decoded.label)
-            )
+            label = self.predictor.transfer.to_device(decoded.label)
+            self.counts.add(decoded.index, label_map, label)
+            for watch in self.watchers:
+                watch(decoded.index, label_map.probability, label)
         return group, [
             label_map._replace(probability=None) for label_map in maps
         ]  # not for the host

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 
 from segtrain.commands.config import find_config
-from segtrain.commands.evaluate import answers_of, groups_by, instances_of, volumes_of
+from segtrain.commands.evaluate import (
+    answers_of,
+    groups_by,
+    instances_of,
+    volumes_of,
+    without_classes,
+)
 from segtrain.config import Config, config_to_yaml, load_config
 from segtrain.data import open_dataset
 from segtrain.data.read.protect import check_run_directory
@@ -61,7 +67,8 @@ def main(args: argparse.Namespace) -> int:
     if volumes is not None:
         volumes.sum_over_ranks()
     by_volume = {"by_volume": volumes and volumes.table, "surfaces": surfaces}
-    answers = answers_of(records, groups, by_volume, {x.name: x.scores() for x in metrics})
+    answers = without_classes(outcome.scores, config.eval.without, names)
+    answers += answers_of(records, groups, by_volume, {x.name: x.scores() for x in metrics})
     layout = config.data.layout
     report = outcome.report(names, dataset.classes, layout=layout, instances=instances)
     lines = [f"warning: {warning}" for warning in dataset.warnings]
