@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from experiments import experiment, write_config
+from experiments import experiment, losses, train, write_config
 from torch import nn
 
 from segtrain.config import LayerRule, ModelConfig, OptimConfig, load_config, override_config
@@ -82,16 +82,27 @@ def test_features_are_those_of_timm(timm, name, output_stride):
 
 
 @pytest.mark.parametrize(
-    "form", ["safetensors", pytest.param("pt2", marks=pytest.mark.slow("models", "export"))]
+    ("name", "form"),
+    [
+        (REGNET, "safetensors"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow("models", "export"))
+            for pair in (
+                *((REGNET, "pt2"), ("test_convnext", "onnx")),
+                *(("pvt_v2_b0", "onnx"), ("pvt_v2_b0", "pt2")),
+            )
+        ),
+    ],
 )
-def test_a_trained_run_is_evaluated_and_exported(data, tmp_path, lab, form):
+def test_a_trained_run_is_evaluated_and_exported(data, tmp_path, lab, name, form):
     sizes = {"augment": {"crop_size": [33, 41]}, "train": {"steps": 1, "precision": "float32"}}
-    options = experiment(data, model={"backbone": f"timm/{REGNET}"}, **sizes)
+    model = {"backbone": f"timm/{name}", "output_stride": 16 if name == REGNET else 32}
+    options = experiment(data, model=model, **sizes)
     config = write_config(tmp_path / "timm.yaml", options)
     run, out = tmp_path / "run", tmp_path / f"m.{form}"
     lab.done("train", config, "--nproc", 1, "--output", run)
     lab.done("export", run, "--format", form, "--output", out)
-    assert out.stat().st_size > 1_000_000
+    assert out.stat().st_size > 500_000
 
 
 def test_every_batch_norm_is_made_by_the_factory_and_keeps_timms_eps():
@@ -171,13 +182,93 @@ def test_a_mean_that_the_weights_do_not_expect_is_told(data, tmp_path):
     [
         ("convnext_atom", 32, "timm has no network 'convnext_atom'; did you mean convnext_atto?"),
         ("densenet121", 8, "cannot give features at output stride 8"),
-        ("swin_tiny_patch4_window7_224", 32, "for images of any size"),
+        ("pvt_v2_b0", 8, r"timm cannot dilate it\); try model.output_stride 32, another network"),
+        ("efficientformer_l1", 32, "at output stride 32 for images of any size"),
+        (
+            "test_vit",
+            32,
+            r"has features of strides \[16, 16, 16\]; needed are three or more, 4 bef",
+        ),
+        ("tiny_vit_5m_224", 32, r"stages.1.blocks.0.attn.attention_bias_cache keeps values that"),
         pytest.param("inception_v3", 32, "cannot give fea", marks=pytest.mark.slow("models")),
     ],
 )
 def test_networks_that_cannot_be_used_are_refused(name, stride, message):
     with pytest.raises(ConfigError, match=message):
         build_backbone(config_of(name, output_stride=stride))
+
+
+def test_a_network_that_ignores_the_output_stride_is_refused(timm, monkeypatch):
+    create = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda *a, output_stride, **o: create(*a, **o))
+    with pytest.raises(ConfigError, match=r"\[2, 4, 8, 16, 32\]; .* model.output_stride 8 last"):
+        build_backbone(config_of("resnet18", output_stride=8))
+
+
+def test_a_network_of_other_strides_than_it_says_is_refused(timm, monkeypatch):
+    create = timm.create_model
+    monkeypatch.setattr(
+        timm, "create_model", lambda *a, **o: create(*a, **o | {"output_stride": 16})
+    )
+    says = "timm.models._features.FeatureInfo.reduction"
+    monkeypatch.setattr(says, lambda _: [2, 4, 8, 8, 8])
+    with pytest.raises(ConfigError, match=r"features of shape \(2, 256, 16, 20\) at stride 8"):
+        build_backbone(config_of("resnet18", output_stride=8))
+
+
+@pytest.mark.parametrize(
+    "name", ["test_convnext", pytest.param("pvt_v2_b0", marks=pytest.mark.slow("models"))]
+)
+def test_ranks_change_nothing_and_the_log_says_which_norms_stay(data, tmp_path, run_ranks, name):
+    """float64; odd crops, so nothing is a multiple of a stride."""
+    options = experiment(data, model={"backbone": f"timm/{name}", "output_stride": 32})
+    options["train"] |= {"steps": 2}
+    config = write_config(tmp_path / "c.yaml", options)
+    for ranks in (1, 2):
+        assert run_ranks(ranks, train, config, tmp_path / str(ranks)) == [0] * ranks
+    alone, divided = (losses(tmp_path / str(ranks)) for ranks in (1, 2))
+    assert len(alone) == 2
+    assert divided == pytest.approx(alone, rel=1e-12)
+    norms = "LayerNorm, LayerNorm2d" if name == "test_convnext" else "LayerNorm"
+    said = f"over 5 images; the backbone has {norms} instead, of each image alone"
+    assert said in (tmp_path / "1/train.log").read_text()
+
+
+@pytest.mark.parametrize(
+    "size", [(64, 96), pytest.param((160, 288), marks=pytest.mark.slow("models"))]
+)
+def test_swin_takes_any_size_as_timms_of_that_size(timm, size):
+    name = "swin_tiny_patch4_window7_224"
+    options = {"feature_cls": "getter", "img_size": size, "always_partition": True}
+    reference = lively(timm.create_model(name, features_only=True, **options)).eval()
+    ours = build_backbone(config_of(name)).eval()
+    assert ours.strides == (4, 16, 32)
+    ours.weights.load_state_dict(reference.model.state_dict())
+    x = images(1, 3, *size, dtype=torch.float32)
+    with torch.no_grad():
+        low, _, aux, out = reference(x)
+        for found, wanted in zip(ours(x), (low, aux, out), strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.slow("models")
+def test_weights_of_dinov3_are_loaded_by_their_tag_or_file(timm, monkeypatch, tmp_path):
+    name, tag = "convnext_tiny", "dinov3_lvd1689m"
+    whole = lively(timm.create_model(f"{name}.{tag}"))
+    torch.save(whole.state_dict(), tmp_path / "dinov3.pth")
+    asked = []
+
+    def from_hub(repository, *_, **__):
+        asked.append(repository)
+        return whole.state_dict()
+
+    monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", from_hub)
+    for spec in (tag, str(tmp_path / "dinov3.pth")):
+        backbone = build_backbone(config_of(name))
+        load_backbone(backbone, spec)
+        for key, value in backbone.weights.state_dict().items():
+            assert torch.equal(value, whole.state_dict()[key]), key
+    assert asked == [f"timm/{name}.{tag}"]
 
 
 def test_frozen_layers_keep_their_activation():
@@ -200,6 +291,12 @@ def test_random_layers_and_statistics_that_cannot_be_synchronized_are_refused():
         timm_backbone.refuse_random_layers(network, "timm/x")
     with pytest.raises(ConfigError, match=r"0 is a BatchNorm1d, whose statistics"):
         timm_backbone.replace_norms(network, SyncBatchNorm2d, "timm/x")
+
+
+def test_dropout_and_stochastic_depth_are_off(timm):
+    layers = nn.Sequential(nn.Dropout(0.1), timm.layers.DropPath(0.2), nn.ReLU())
+    timm_backbone.switch_off_random_layers(layers.train())
+    assert torch.equal(layers(torch.ones(4, 9)), torch.ones(4, 9))
 
 
 def test_conversion_keeps_what_a_subclass_applies(timm):

@@ -51,9 +51,9 @@ class ModelConfig(Section):
     )
     backbone: Backbone = option(
         "resnet50",
-        "feature extractor, as in torchvision; or timm/NAME: any convolutional timm network with "
-        "features at strides 4 to 32, such as timm/convnext_tiny (pip install '.[timm]'); or a "
-        "plugin's",
+        "feature extractor, as in torchvision; or timm/NAME: any timm network with features at "
+        "strides 4 to 32 for images of any size, such as timm/convnext_tiny or timm/pvt_v2_b1 (pip "
+        "install '.[timm]'); or a plugin's",
     )
     backbone_options: Annotated[Any, PluginOptions("backbone", "backbone")] = option(
         None, "options of a plugin's backbone", validate_default=True

@@ -3,6 +3,7 @@
 from functools import partial
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from segtrain.config import NormConfig
 from segtrain.norm import NUM_GROUPS, FrozenBatchNorm2d, NormFactory, SyncBatchNorm2d, group_norm
@@ -48,3 +49,14 @@ def describe_norm(config: NormConfig) -> str:
     if config.precise_batches is not None:
         words += f", precise over {config.precise_batches} batches"
     return words
+
+
+def kept_norms(backbone: nn.Module) -> str:
+    """What to say of the norms that a network of another library keeps; nothing without any."""
+    leaves = [one for one in backbone.modules() if "norm" in type(one).__name__.lower()]
+    leaves = [one for one in leaves if not any(one.children())]
+    own = [one for one in leaves if isinstance(one, _BatchNorm | type(group_norm(1)))]
+    kept = ", ".join(sorted({type(one).__name__ for one in leaves if one not in own}))
+    return f"; the backbone has {kept} {'too' if own else 'instead'}, of each image alone" * bool(
+        kept
+    )

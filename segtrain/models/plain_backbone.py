@@ -11,6 +11,7 @@ from segtrain.config import ModelConfig
 from segtrain.errors import ConfigError
 from segtrain.models.blocks import FeatureChannels, Features, FeatureStrides
 from segtrain.models.timm_backbone import refuse_random_layers, replace_norms
+from segtrain.models.trial import refuse_by_trial
 from segtrain.norm import NormFactory
 from segtrain.text import MAX_NAME, printable
 
@@ -48,6 +49,7 @@ class PlainBackbone(nn.Module):
                 raise _wrong(self.name, f"{what}, which segtrain's has")
         replace_norms(network, norm, self.name)
         refuse_random_layers(network, self.name)
+        refuse_by_trial(network, self.name, _maps)
         self.network = network
 
     @property

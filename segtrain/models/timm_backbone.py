@@ -1,4 +1,4 @@
-"""timm's convolutional networks as backbones: `model.backbone: timm/NAME`.
+"""timm's networks as backbones: `model.backbone: timm/NAME`.
 
 timm (https://github.com/huggingface/pytorch-image-models) is an optional dependency,
 `pip install '.[timm]'` in the checkout.
@@ -16,12 +16,21 @@ from segtrain.config.messages import did_you_mean
 from segtrain.config.model import TIMM
 from segtrain.errors import ConfigError
 from segtrain.models.blocks import FeatureChannels, Features, FeatureStrides
+from segtrain.models.trial import refuse_by_trial
 from segtrain.norm import NormFactory, is_batch_norm, keep_inside
 from segtrain.parts import draws_random_numbers
 from segtrain.text import MAX_NAME, install_line, printable
 
 # What timm raises for what a network cannot do; there is no class for it.
 _UNABLE = (AssertionError, AttributeError, RuntimeError, TypeError, ValueError)
+# How networks are asked for features of images of any size. The "getter" keeps the keys of the
+# network below `model`; MobileNets have only a class of their own, with the same keys at its top.
+# Swin would take one size, and leave out shifts where that size has a single window.
+_WAYS = (
+    {"feature_cls": "getter"},
+    {},
+    {"feature_cls": "getter", "strict_img_size": False, "always_partition": True},
+)
 
 
 class TimmBackbone(nn.Module):
@@ -29,12 +38,13 @@ class TimmBackbone(nn.Module):
 
     timm replaces strides by dilations for `output_stride`. Every batch norm is made by `norm` and
     gets the eps that timm chose, which pretrained weights belong to. Other norms (LayerNorm of
-    ConvNeXt) stay: they look at one image alone. Features have the sizes that the network gives
-    them: a stem of 4x4 patches rounds down.
+    ConvNeXt) stay: they look at one image alone. Dropout and stochastic depth are off. Features
+    have the sizes that the network gives them: a stem of 4x4 patches rounds down.
 
     Raises:
         ConfigError: timm is not installed or has no such network, or the network has no features of
-            stride 4, cannot have this output stride, or keeps statistics of another kind.
+            stride 4, cannot have this output stride, takes images of one size, keeps statistics of
+            another kind, or computes an image from others (`trial`).
     """
 
     stem_keys: tuple[str, ...] = ()
@@ -44,14 +54,16 @@ class TimmBackbone(nn.Module):
         self.name = model.backbone
         self.network, has_strides = _features_only(model)
         replace_norms(self.network, norm, self.name)
-        refuse_random_layers(self.network, self.name)
+        switch_off_random_layers(self.network)
         info = self.network.feature_info
         strides = info.reduction()
-        if 4 not in strides[:-2]:
+        # A network may take `output_stride` and do nothing with it.
+        if 4 not in strides[:-2] or strides[-1] != model.output_stride:
             raise ConfigError(
-                f"model.backbone: {self.name} has features of strides {strides}; needed are 4 and "
-                "two larger ones"
+                f"model.backbone: {self.name} has features of strides {strides}; needed are three "
+                f"or more, 4 before the last two and model.output_stride {model.output_stride} last"
             )
+        refuse_by_trial(self.network, self.name)
         self._low, self._aux = strides.index(4), len(strides) - 2
         channels = info.channels()
         self.channels = FeatureChannels(channels[self._low], channels[self._aux], channels[-1])
@@ -135,18 +147,24 @@ def _features_only(model: ModelConfig) -> tuple[nn.Module, bool]:
     arch, options = _timm_name(model.backbone), {}
     if model.output_stride != 32:
         options["output_stride"] = model.output_stride
-    # The "getter" keeps the keys of the network below `model`. MobileNets have only a class of
-    # their own, with the same keys at its top.
-    for wrapper in ({"feature_cls": "getter"}, {}):
+    reasons = []
+    for way in _WAYS:
         try:
-            network = _timm().create_model(arch, features_only=True, **options, **wrapper)
+            network = _timm().create_model(arch, features_only=True, **options, **way)
+            for layer in network.modules():
+                if hasattr(layer, "dynamic_img_pad"):  # patches at the edge are filled up
+                    layer.dynamic_img_pad = True
             return network, _has_strides(network)
         except _UNABLE as error:
-            reason = str(error)
+            reasons.append(str(error))
+    # The last way may fail by arguments that are Swin's alone.
+    reason = f"(timm: {printable(reasons[1], MAX_NAME)})"
+    if "output_stride" in reason:
+        reason = "(timm cannot dilate it)"
     raise ConfigError(
         f"model.backbone: {model.backbone} cannot give features at output stride "
-        f"{model.output_stride} for images of any size (timm: {printable(reason, MAX_NAME)}); try "
-        "another stride or another network"
+        f"{model.output_stride} for images of any size {reason}; try "
+        f"{'' if model.output_stride == 32 else 'model.output_stride 32, '}another network"
     )
 
 
@@ -156,18 +174,25 @@ def _has_strides(network: nn.Module) -> bool:
     Stems of patches round sizes down. Layers of TensorFlow's "same" padding pad the top and the
     left more or less by the size of the image, so that all features move.
 
-    Raises an error unless images of odd sizes give features of the channels promised.
+    Raises an error unless features have the channels and strides promised, at odd sizes too.
     """
     # Shapes without computing anything; the network itself stays as it is.
     shapes = copy.deepcopy(network).to("meta").eval()
-    features = shapes(torch.empty(2, 3, 65, 97, device="meta"))
-    info = network.feature_info
-    for feature, channels, stride in zip(features, info.channels(), info.reduction(), strict=True):
-        if feature.dim() != 4 or feature.shape[1] != channels or feature.shape[2] < 65 // stride:
-            raise ValueError(f"features of shape {tuple(feature.shape)} at stride {stride}")
+    info, rounds_up = network.feature_info, True
+    for height, width in ((256, 320), (65, 97)):
+        features = shapes(torch.empty(2, 3, height, width, device="meta"))
+        promised = zip(features, info.channels(), info.reduction(), strict=True)
+        for feature, channels, stride in promised:
+            down = (2, channels, height // stride, width // stride)
+            up = (2, channels, -(-height // stride), -(-width // stride))
+            found = tuple(feature.shape)
+            if len(found) != 4 or not all(
+                a <= b <= c for a, b, c in zip(down, found, up, strict=True)
+            ):
+                raise ValueError(f"features of shape {found} at stride {stride}")
+            rounds_up = rounds_up and found == up
     moves = any(type(layer).__name__.endswith("Same") for layer in network.modules())
-    sides = [feature.shape[2] for feature in features]
-    return not moves and sides == [-(-65 // stride) for stride in info.reduction()]
+    return rounds_up and not moves
 
 
 def replace_norms(network: nn.Module, norm: NormFactory, name: str) -> None:
@@ -202,6 +227,13 @@ def _like(layer: nn.BatchNorm2d, norm: NormFactory) -> nn.Module:
             new.bias.copy_(layer.bias)
     keep_inside(new, layer)
     return new
+
+
+def switch_off_random_layers(network: nn.Module) -> None:
+    """Sets what dropout and stochastic depth leave out to 0: it would depend on the rank."""
+    for layer in network.modules():
+        if draws_random_numbers(layer):
+            setattr(layer, "drop_prob" if hasattr(layer, "drop_prob") else "p", 0.0)
 
 
 def refuse_random_layers(network: nn.Module, name: str) -> None:

@@ -26,7 +26,7 @@ from segtrain.distributed.layout import (
 from segtrain.distributed.machine import SHARED_MEMORY, free_shared_memory, semaphore_problem
 from segtrain.errors import ConfigError, MemoryLimitError
 from segtrain.models.memory import training_finding, window_finding
-from segtrain.models.norms import describe_norm
+from segtrain.models.norms import describe_norm, kept_norms
 from segtrain.models.precision import precision_on
 from segtrain.run.directory import flat
 from segtrain.task.tasks import task_of
@@ -210,7 +210,7 @@ def start_lines(
         f"devices    {ranks} x {devices[0]}{places}, {precision}"
         + (", compiled: the first step takes minutes" if train.compile else ""),
         f"batch      {batch}",
-        f"norm       {_norm_words(config, ranks)}",
+        f"norm       {_norm_words(config, ranks)}{kept_norms(model.backbone)}",
         f"data       {len(train_set.pairs)} training and {len(eval_set.pairs)} evaluation images, "
         f"{train_set.classes.num_classes} classes",
         f"model      {config.model.arch} on {config.model.backbone}, output stride "

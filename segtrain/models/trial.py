@@ -1,0 +1,82 @@
+"""A trial of backbones from elsewhere: images apart, nothing random, nothing kept of old weights.
+
+Only then is the gradient of a batch that of its parts. Layers are not judged by their names: two
+small images go through a copy of the network.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from segtrain.errors import ConfigError
+from segtrain.parts import changed_state
+from segtrain.text import MAX_NAME, printable
+
+_SIZE = (65, 97)  # a multiple of no stride
+
+
+def refuse_by_trial(
+    network: nn.Module, name: str, maps: Callable[[Any], Sequence[Tensor]] = list
+) -> None:
+    """ConfigError if the features of an image depend on more than the image and the weights.
+
+    Batch norms, which are synchronized, take their running statistics. A network without numbers
+    (on the meta device, or of fake tensors) is not tried.
+
+    maps: the feature maps (N, C, h, w) of what the network returns.
+    """
+    weights = [*network.parameters(), *network.buffers()]
+    if any(w.is_meta or type(w.data) is not Tensor for w in weights):
+        return
+    trial = copy.deepcopy(network).to("cpu", torch.float32).train()
+    for layer in trial.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.eval()  # by running statistics it joins no images
+    images = torch.arange(2 * 3 * _SIZE[0] * _SIZE[1]).float().square().sin()
+    images = images.view(2, 3, *_SIZE).requires_grad_()
+    try:
+        with torch.enable_grad(), changed_state(trial) as changed:
+            joins = _joins_images(maps(trial(images)), images)
+        before = _held(trial.eval())
+        with torch.no_grad():
+            trial(images)
+    except Exception as error:  # foreign code may raise anything
+        raise _refused(
+            name, f"cannot be tried on two images of 65x97 ({printable(str(error), MAX_NAME)})"
+        ) from error
+    if changed:
+        raise _refused(name, f"a forward pass changes {changed[0]}, which depend on the rank")
+    if joins:
+        raise _refused(name, "the features of an image depend on other images of the batch")
+    if kept := _held(trial) - before:
+        raise _refused(name, f"{min(kept)} keeps values that new weights would not change")
+
+
+def _joins_images(features: Sequence[Tensor], images: Tensor) -> bool:
+    """Whether features of the first image have a gradient for the second."""
+    firsts = [feature[0] for feature in features if feature.requires_grad]
+    # Different factors, since a softmax adds up to a constant.
+    factors = [torch.linspace(-1, 1, one.numel()).view_as(one) for one in firsts]
+    if not firsts:
+        return False
+    (gradient,) = torch.autograd.grad(firsts, images, factors, allow_unused=True)
+    return gradient is not None and bool(gradient[1].any())
+
+
+def _held(network: nn.Module) -> set[str]:
+    """Where layers hold tensors beside parameters and buffers, such as tables made of weights."""
+    return {
+        f"{path}.{name}"
+        for path, layer in network.named_modules()
+        for name, value in vars(layer).items()
+        if isinstance(value, dict) and any(isinstance(v, Tensor) for v in value.values())
+        if not name.startswith("_")
+    }
+
+
+def _refused(name: str, what: str) -> ConfigError:
+    return ConfigError(f"model.backbone: {name}: {what}; use another network")
