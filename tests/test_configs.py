@@ -160,7 +160,7 @@ def test_every_published_recipe_is_held_by_numbers():
 def test_the_readme_lists_each_recipe_with_the_scores_of_its_header():
     rows = (CONFIGS[0].parent / "README.md").read_text().splitlines()
     rows = {row.split("`")[1]: row for row in rows if row.startswith("| `") and row.count("|") == 7}
-    own = {"camvid_pspnet_r50", "camvid_deeplabv3plus_r50"}
+    own = {"camvid_pspnet_r50", "camvid_deeplabv3plus_r50", "camvid_deeplabv3plus_convnext_tiny"}
     assert set(rows) == set(PUBLISHED) | own
     for name, row in rows.items():
         _, _, _, crop, steps, scores, weights, _ = row.split("|")
@@ -260,7 +260,7 @@ def filled(model: nn.Module) -> nn.Module:
         if tensor.dim() > 1:
             tensor.copy_(torch.randn(tensor.shape) * (2 / tensor[0].numel()) ** 0.5)
         else:
-            tensor.fill_(1.0 if name.endswith(("weight", "running_var")) else 0.0)
+            tensor.fill_(1.0 if name.endswith(("weight", "running_var", "gamma")) else 0.0)
     return model
 
 
