@@ -222,15 +222,29 @@ def test_the_image_copies_files_that_are_there_and_does_not_run_as_root():
         ("DEVICE", "cpu", "--index-url https://download.pytorch.org/whl/cpu torch torchvision"),
         ("DEVICE", "cuda", "--index-url https://pypi.org/simple torch torchvision"),
         ("EXTRAS", "", "/wheels/*.whl"),
-        ("EXTRAS", "geo,onnx", "/wheels/*.whl[geo,onnx]"),
+        ("EXTRAS", "onnx,timm", "/wheels/*.whl[onnx,timm]"),
     ],
 )
 def test_build_arguments_choose_torch_and_extras(tmp_path, argument, value, end):
-    program(tmp_path, "pip", 'echo "$@"')
-    (line,) = [line for line in runs(stages()[2]) if f"${argument}" in line.replace("{", "")]
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", argument: value}
-    done = subprocess.run(["sh", "-c", line], env=environ, capture_output=True, text=True)
+    done = run_with(tmp_path, argument, value)
+    assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.rstrip().endswith(end)
+
+
+def test_an_unknown_extra_ends_the_build(tmp_path):
+    done = run_with(tmp_path, "EXTRAS", "onnx,tim")
+    assert done.returncode == 1
+    assert done.stderr.startswith("EXTRAS: {'tim'} unknown, expected some of ['")
+    assert "'timm'" in done.stderr
+
+
+def run_with(folder, argument, value):
+    """The instruction that uses a build argument, run with a stand-in for pip."""
+    program(folder, "pip", 'echo "$@"')
+    program(folder, "python", f'exec {sys.executable} "$@"')
+    (line,) = [line for line in runs(stages()[2]) if f"${argument}" in line.replace("{", "")]
+    environ = {"PATH": f"{folder}:{os.environ['PATH']}", argument: value}
+    return subprocess.run(["sh", "-c", line], env=environ, capture_output=True, text=True)
 
 
 def test_the_wheel_of_what_the_image_copies_has_all_that_segtrain_needs(tmp_path):
