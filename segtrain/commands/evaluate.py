@@ -6,7 +6,6 @@ Every rank runs this on its part of the images and writes pictures of them; rank
 import argparse
 import json
 import os
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
@@ -26,9 +25,8 @@ from segtrain.config.loading import given_keys
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import class_differences, default_palette
 from segtrain.data.read.dataset import SegDataset
-from segtrain.data.read.layouts import instance_files, list_split
+from segtrain.data.read.layouts import list_split
 from segtrain.data.read.protect import check_pictures
-from segtrain.data.read.sources import groups_of
 from segtrain.data.sample.loader import num_loader_workers
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.process_group import device_for, process_group
@@ -43,7 +41,7 @@ from segtrain.errors import (
 from segtrain.files import os_errors_as
 from segtrain.inference.predictor import for_scores
 from segtrain.inference.settings import InferenceSettings, set_after_training
-from segtrain.metrics import Scores, or_none, percent
+from segtrain.metrics import percent
 from segtrain.models.memory import check_windows
 from segtrain.models.norms import describe_norm
 from segtrain.models.precision import (
@@ -61,15 +59,22 @@ from segtrain.run.pictures import (
     write_png,
     write_stored,
 )
+from segtrain.score.answers import (
+    Answer,
+    answers_of,
+    groups_by,
+    instances_of,
+    volumes_of,
+    without_classes,
+)
 from segtrain.score.areas import area_lines
 from segtrain.score.curves import CURVE_TITLES, CurveQuestion, curves_csv
-from segtrain.score.group_table import ScoresByGroup
 from segtrain.score.image_calls import ImageCalls
 from segtrain.score.plugin_metrics import PluginMetric
 from segtrain.score.records import Records, load_records
 from segtrain.score.scoring import Chosen, evaluate_dataset
 from segtrain.score.surfaces import SurfaceScores
-from segtrain.score.volume_scores import VolumeScores, VolumeTable
+from segtrain.score.volume_scores import VolumeScores
 from segtrain.task.contract import Outcome, Report, Task
 from segtrain.task.prediction import Prediction
 from segtrain.task.score_table import InstanceCounts
@@ -243,7 +248,7 @@ def _count(asked: _Asked) -> _Result:
     return _Result(outcome, records, further)
 
 
-def _answers(asked: _Asked, result: _Result) -> list["Answer"]:
+def _answers(asked: _Asked, result: _Result) -> list[Answer]:
     """What was asked beside the scores."""
     answers, names = [], asked.loaded.classes.names
     if result.outcome.curves is not None:
@@ -257,43 +262,8 @@ def _answers(asked: _Asked, result: _Result) -> list["Answer"]:
     return answers + answers_of(result.records, asked.groups, measured, result.further)
 
 
-def without_classes(
-    scores: Scores, left_out: Sequence[str], names: Sequence[str]
-) -> list["Answer"]:
-    """The mean of the other classes, as `eval.without` asks for it."""
-    if not left_out:
-        return []
-    score = scores.mean_iou_without(left_out, names)
-    line = f"mIoU without {', '.join(map(printable, left_out))} {percent(score)}"
-    return [Answer("without", [line], {"classes": left_out, "mIoU": or_none(score)})]
-
-
-def answers_of(
-    records: Records | None,
-    groups: Sequence[str] | None,
-    measured: Mapping[str, SurfaceScores | VolumeTable | None],
-    further: Mapping[str, Mapping[str, float]],
-) -> list["Answer"]:
-    """What was asked beside the scores of classes; see `_Asked` and `_Result`."""
-    by_group = groups and ScoresByGroup.of(records.images, groups, records.classes)
-    found = [
-        Answer(key, scores.lines(), scores.to_dict())
-        for key, scores in ({"by_group": by_group} | measured).items()
-        if scores
-    ]
-    return found + ([_of_plugins(further)] if further else [])
-
-
-def volumes_of(
-    dataset: SegDataset, config: Config, groups: Sequence[str] | None
-) -> VolumeScores | None:
-    """What scores whole volumes of the data set; None: without groups nobody asks."""
-    root, images = Path(os.path.expanduser(config.data.root)), [x.image for x in dataset.pairs]
-    return VolumeScores(dataset.classes.names, root, images, groups) if groups else None
-
-
 def _lines(
-    asked: _Asked, result: _Result, report: Report, answers: Sequence["Answer"]
+    asked: _Asked, result: _Result, report: Report, answers: Sequence[Answer]
 ) -> Iterator[str]:
     """The scores, and what they are of."""
     args, loaded, config, dataset = asked.args, asked.loaded, asked.config, asked.dataset
@@ -314,9 +284,7 @@ def _lines(
     yield from loaded.zeros()
 
 
-def _write_files(
-    asked: _Asked, result: _Result, report: Report, answers: Sequence["Answer"]
-) -> None:
+def _write_files(asked: _Asked, result: _Result, report: Report, answers: Sequence[Answer]) -> None:
     args = asked.args
     if args.json:
         table = _json(
@@ -344,21 +312,6 @@ def _draw_worst(
     if dist.is_main():
         what = f"{len(chosen.indices)} worst images (neighbours of a sequence count once)"
         say(f"overlays of the {what}: {args.overlays}")
-
-
-class Answer(NamedTuple):
-    """What was asked beside the scores: as lines of text, and for JSON by its key."""
-
-    key: str
-    lines: Sequence[str]
-    found: dict[str, Any]
-
-
-def _of_plugins(further: Mapping[str, Mapping[str, float]]) -> Answer:
-    """The scores of `eval.metrics`, by the names of the metrics."""
-    lines = [f"{name}: {key} {x:g}" for name, own in further.items() for key, x in own.items()]
-    json = {name: {k: or_none(x) for k, x in own.items()} for name, own in further.items()}
-    return Answer("metrics", lines, json)
 
 
 def _about_thresholds(
@@ -415,16 +368,6 @@ def _members_alone(loaded: LoadedModel, records: Records | None) -> dict[str, fl
             if own and own.is_like(records, step=member.step):
                 scores[member.source] = own.scores.mean_iou
     return scores
-
-
-def groups_by(
-    pattern: re.Pattern[str] | None, dataset: SegDataset, config: Config
-) -> list[str] | None:
-    """The group of each image, by its path; None: not asked for."""
-    if pattern is None:
-        return None
-    root = os.path.expanduser(config.data.root)
-    return groups_of(pattern, [os.path.relpath(pair.image, root) for pair in dataset.pairs])
 
 
 def _write(file: Path, content: str) -> None:
@@ -527,19 +470,6 @@ def _check_same_step(checkpoint: str | Path, steps: str) -> None:
             f"{checkpoint}: replaced while the ranks were loading it (steps {', '.join(found)}); "
             "start again, or name a checkpoint that stays as it is"
         )
-
-
-def instances_of(dataset: SegDataset, config: Config) -> tuple[InstanceCounts | None, list[str]]:
-    """What counts instances, or None and why: no line if the data set has no instances at all."""
-    paths = instance_files(config.data, dataset.pairs)
-    if not paths or not any(c.instance_px for c in dataset.classes.classes):
-        return None, []
-    missing = [path for path in paths if not path.is_file()]
-    if not missing:
-        return InstanceCounts(dataset.classes, paths), []
-    # A mean over the other images would look like the score of the whole split.
-    count = f"{len(missing)} of {len(paths)} labels have no instance map"
-    return None, [f"{count}, such as {printable(missing[0])}: no instance-weighted scores"]
 
 
 Writer = Callable[[Prediction], None]

@@ -8,13 +8,6 @@ from typing import Any
 import torch
 
 from segtrain.commands.config import find_config
-from segtrain.commands.evaluate import (
-    answers_of,
-    groups_by,
-    instances_of,
-    volumes_of,
-    without_classes,
-)
 from segtrain.config import Config, config_to_yaml, load_config
 from segtrain.data import open_dataset
 from segtrain.data.read.protect import check_run_directory
@@ -26,6 +19,13 @@ from segtrain.errors import EXIT_OK, ConfigError, ExecutionError
 from segtrain.files import check_output, os_errors_as, write_atomic, write_output
 from segtrain.run.directory import REPORT, run_of, word_for
 from segtrain.run.division import EXPERIMENT, is_scored
+from segtrain.score.answers import (
+    answers_of,
+    groups_by,
+    instances_of,
+    volumes_of,
+    without_classes,
+)
 from segtrain.score.plugin_metrics import PluginMetric
 from segtrain.score.records import PREDICTED, Records
 from segtrain.score.surfaces import SurfaceScores
@@ -50,6 +50,8 @@ def main(args: argparse.Namespace) -> int:
     task.check_classes("segtrain score")
     directory = _place(args, config)
     dataset = open_dataset(config.data, config.data.eval_split)
+    if unknown := config.eval.unknown_classes(dataset.classes.names):
+        raise ConfigError("\n".join(unknown))
     maps = LabelMaps.find(args.predictions, dataset, args.label_format, ending=args.ending)
     names, groups = dataset.classes.names, groups_by(args.group, dataset, config)
     instances, why_not = instances_of(dataset, config)
