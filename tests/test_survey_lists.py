@@ -451,6 +451,23 @@ def test_a_column_of_splits_in_other_words_is_asked_about(folder, lab):
     assert "meta.csv: it names all images, so none is left to train on" in said
 
 
+@pytest.mark.parametrize("name", ["split.mat", "meta/dataset_split.xlsx", "fold_1.h5"])
+def test_splits_in_a_form_that_is_not_read_are_asked_about(folder, lab, monkeypatch, name):
+    quick_init(monkeypatch)
+    paths = write_images(folder)
+    for other in ("net_train_features.npz", "stats.mat", name):
+        put(folder, other, "\0")
+    made = folder.with_name("made")
+    words = "init", folder, "--output", made, "--jobs", "1"
+    said = lab.command(*words).err
+    assert f"which images train, in a form that is not read (1): {name}; write the names" in said
+    lab.done(*words, *re.search("--leave-out lists", said)[0].split())
+    # Where a list says the splits, no other file need.
+    put(folder, "val.txt", paths[:3])
+    lab.done("init", folder, "--output", f"{made}_2", "--jobs", "1")
+    assert written(folder.with_name("made_2"), "val.txt") == {*paths[:3]}
+
+
 def test_a_list_of_all_of_a_split_of_folders_says_nothing(folder):
     """As Kaggle's sample_submission.csv, and annotations of each split."""
     names = []

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
+from segtrain.desk.survey.list_names import unread_splits
 from segtrain.desk.survey.listings import unused_lists
 from segtrain.desk.survey.questions import Answers, Reading, UndecidedError
 from segtrain.desk.survey.reasons import (
@@ -19,6 +20,7 @@ from segtrain.desk.survey.reasons import (
     SPLIT_NAMES,
     UNKNOWN,
     UNLIKE,
+    UNREAD_LISTS,
     UNUSED_ANNOTATIONS,
     UNUSED_LISTS,
     WITHOUT_IMAGE,
@@ -42,6 +44,7 @@ _COULD_BE_DATA = {
     OF_SEVERAL_IMAGES: "labels",
     UNLIKE: "labels",
     UNUSED_LISTS: "lists",
+    UNREAD_LISTS: "lists",
 }
 _ONE = {
     IMAGES: "image",
@@ -139,6 +142,9 @@ def check_left_out(found: Balance, survey: Survey, labels: LabelSet, answers: An
     lists = _unused(found, survey, answers)
     if lists:
         by_reason[UNUSED_LISTS] = lists
+    unread = _unread(survey, answers)
+    if unread:
+        by_reason[UNREAD_LISTS] = unread
     if not by_reason:
         return
     what = "; ".join(f"{why} ({len(x)}): {first_of(x, 3)}" for why, x in by_reason.items())
@@ -161,8 +167,9 @@ def check_left_out(found: Balance, survey: Survey, labels: LabelSet, answers: An
         option = f"--val {shlex.quote(str(survey.root / path))} {_option(words - {'lists'})}"
         readings.append(Reading(f"{path} names images to evaluate on", option.strip()))
     # Their labels may be in files of a format that is not read.
-    unread = [note for note in survey.notes if note.startswith(NOT_READ)]
-    raise UndecidedError("; ".join([f"not used would be {what}", *unread]), readings)
+    notes = [note for note in survey.notes if note.startswith(NOT_READ)]
+    notes += ["write the names of each split into train.txt and val.txt"] if unread else []
+    raise UndecidedError("; ".join([f"not used would be {what}", *notes]), readings)
 
 
 def _doubtful(
@@ -191,6 +198,12 @@ def _unused(found: Balance, survey: Survey, answers: Answers) -> list[str]:
     if "lists" in answers.leave_out or answers.val is not None:
         return []
     return sorted(unused_lists(survey.root, survey.others, found.used, survey.images))
+
+
+def _unread(survey: Survey, answers: Answers) -> list[str]:
+    """Files that may say the splits and are not read, where nothing else says them."""
+    is_said = "lists" in answers.leave_out or answers.val is not None or survey.split_source
+    return [] if is_said else unread_splits(survey.others)
 
 
 def _without_any_label(survey: Survey, labels: LabelSet) -> list[str]:

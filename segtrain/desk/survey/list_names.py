@@ -11,6 +11,9 @@ TEXT_SUFFIXES = (".txt", ".csv", ".tsv", ".lst", ".list", "")
 _SUFFIXES = (*TEXT_SUFFIXES, ".json", ".yaml", ".yml", ".xml")
 _LIST_WORDS = {"list", "lists", "filelist", "files", "names", "ids", "pairs", "set"}
 _LIST_WORDS |= {"split", "splits"}
+# Lists of these are not read: nobody knows which of their arrays or sheets says what.
+_UNREAD = (".mat", ".pkl", ".pickle", ".npz", ".h5", ".hdf5", ".parquet", ".pt", ".rds")
+_UNREAD += (".xlsx", ".xls", ".ods", ".sqlite", ".sqlite3", ".db")
 _FOLD = re.compile(r"(fold|cv)s?\d*")
 # More files of one form, or in one folder, are of single images: boxes/0001.txt.
 _MOST_ALIKE = 20
@@ -39,6 +42,23 @@ def list_files(paths: Iterable[str], pictures: Iterable[str]) -> list[str]:
         if is_called_list(path)
         or max(alike[forms[path]], beside[PurePosixPath(path).parent]) <= _MOST_ALIKE
     ]
+
+
+def unread_splits(paths: Iterable[str]) -> list[str]:
+    """The files that are called after splits, in a form that is not read: split.mat, train.pkl."""
+    return [
+        path
+        for path in paths
+        if PurePosixPath(path).suffix.lower() in _UNREAD and _says_splits(path)
+    ]
+
+
+def _says_splits(path: str) -> bool:
+    """Whether a name says splits with any words beside, or train or a fold with none."""
+    words = words_of(PurePosixPath(path).stem)
+    is_split = any(split_of(word) or _FOLD.fullmatch(word) for word in words)
+    says = {"split", "splits", "partition", "partitions"}
+    return not says.isdisjoint(words) or (is_split and is_called_list(path))
 
 
 def is_called_list(path: str) -> bool:

@@ -11,6 +11,7 @@ SECOND_PICTURES = "further pictures of one label"
 UNREADABLE = "images that cannot be read"
 LABELS_OF_UNREADABLE = "labels of images that cannot be read"
 UNUSED_LISTS = "lists of images"
+UNREAD_LISTS = "files that may say which images train, in a form that is not read"
 NOT_CHOSEN = "pictures that --images does not name"
 UNUSED_ANNOTATIONS = "annotations beside the labels"
 SPLIT_NAMES = {None: "no split", "unlisted": "no list"}
