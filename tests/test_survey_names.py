@@ -238,6 +238,7 @@ LEGENDS = [
     ("classes.csv", "3,road\n7,car\n", VALUES),
     ("class_map.csv", "Class ID,Class\n3,road\n7,car\n", VALUES),
     ("class_dict.tsv", "name\tr\tg\tb\nroad\t128\t64\t128\ncar\t0\t0\t142\n", COLORS),
+    ("gtruth_codes.tsv", "label\tGT_code\nroad\t3\ncar\t7\n", VALUES),
     ("Legend.txt", "3 road\n7 car\n", VALUES),
     ("labelmap.txt", "3: road\n7: car\n", VALUES),
     ("labels.txt", "id,name\n3,road\n7,car\n", VALUES),

@@ -14,6 +14,7 @@ A_FILE = re.compile(r"\.(png|jpe?g|tiff?|bmp|gif|webp|npy)\b", re.IGNORECASE)
 _NAME_KEYS = ("readable", "name", "title", "class", "class name", "label", "category", "value")
 _ID_KEYS = (
     *("id", "pixel value", "pixel", "value", "index", "label id", "class id", "grey", "gray"),
+    "code",
     *("class", "label"),
 )
 _TRAIN_ID_KEYS = ("trainid", "train id")

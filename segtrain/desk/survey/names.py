@@ -38,7 +38,7 @@ _SURE = (
 )
 # As whole names.
 _LISTS = ("class", "category", "label", "labels", "names", "obj", "codes")
-_ABOUT_CLASSES = re.compile(r"class|label|categor|palette|colou?r|legend|ontolog")
+_ABOUT_CLASSES = re.compile(r"class|label|categor|palette|colou?r|legend|ontolog|codes?$")
 _STATISTICS = re.compile(r"weight|count|stat|freq|histogram|distribution")
 _OTHER_JSON = ("meta", "dataset", "config", "info", "notes", "configv12", "configv20")
 
@@ -245,6 +245,7 @@ def _table(text: str) -> list[NamedClass]:
         cells = {str(key).strip().lower(): str(cell).strip() for key, cell in row.items()}
         entry: dict[str, Any] = {k: int(x) if x.isdigit() else x for k, x in cells.items()}
         rgb = [entry.get(name[0], entry.get(name)) for name in ("red", "green", "blue")]
+        entry.setdefault("code", next((x for k, x in entry.items() if k.endswith("_code")), ""))
         entries.append(entry if None in rgb else entry | {"color": rgb})
     return of_entries(entries)
 
