@@ -468,6 +468,33 @@ def test_splits_in_a_form_that_is_not_read_are_asked_about(folder, lab, monkeypa
     assert written(folder.with_name("made_2"), "val.txt") == {*paths[:3]}
 
 
+def test_lists_of_images_without_a_label_say_nothing_of_the_others(folder, lab, monkeypatch):
+    """DDR: lesions in folders of splits, a file a class; pictures with grades and lists beside."""
+    quick_init(monkeypatch)
+    for i, path, classes in images_in(folder, "lesions/tmp/{i}.png", 12, num_classes=3):
+        split = "train" if i < 8 else "valid"
+        label = "label" if i < 8 else "segmentation label"
+        target = folder / f"lesions/{split}/image/{i}.png"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).rename(target)
+        for k, name in enumerate(("EX", "HE"), start=1):
+            mask = (classes == k).astype(np.uint8) * 255
+            save(folder / f"lesions/{split}/{label}/{name}/{i}.png", mask)
+    for split in ("train", "valid"):
+        form = f"grades/{split}/{split[0]}{{i}}.png"
+        names = [path for _, path, _ in images_in(folder, form, 5, seed=20)]
+        put(folder, f"grades/{split}.txt", [f"{PurePosixPath(x).name} 2" for x in names])
+    made = folder.with_name("made")
+    words = "init", folder, "--output", made, "--jobs", "1"
+    said = lab.command(*words).err
+    assert "not used would be images without a label (10)" in said
+    said = lab.done(*words, "--leave-out", "images").out
+    assert "grades/train.txt, grades/valid.txt: no image of these lists has a label" in said
+    assert written(made, "train.txt") == {f"lesions/train/image/{i}.png" for i in range(8)}
+    assert written(made, "val.txt") == {f"lesions/valid/image/{i}.png" for i in range(8, 12)}
+    assert re.findall(r"name: (\w+)", (made / "classes.yaml").read_text())[1:] == ["EX", "HE"]
+
+
 def test_a_list_of_all_of_a_split_of_folders_says_nothing(folder):
     """As Kaggle's sample_submission.csv, and annotations of each split."""
     names = []

@@ -211,13 +211,14 @@ def _without_any_label(survey: Survey, labels: LabelSet) -> list[str]:
     labelled = {(x.split, _first_word(x)) for x in survey.images if x.path in labels.labels}
     there: dict[str, list[Image]] = defaultdict(list)
     for image in survey.images:
-        there[PurePosixPath(image.path).parent.name].append(image)
+        if image.split != "test":
+            there[PurePosixPath(image.path).parent.name].append(image)
     return [
         folder
         for folder, images in sorted(there.items())
         if folder
         and not any(x.path in labels.labels for x in images)
-        and all((x.split, _first_word(x)) in labelled for x in images if x.split != "test")
+        and all((x.split, _first_word(x)) in labelled for x in images)
     ][:_MOST_OFFERED]
 
 

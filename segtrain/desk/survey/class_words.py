@@ -51,6 +51,11 @@ class LabelWords:
         """Folders and word, in the form of a path."""
         return "/".join([*self.folders, self.word])
 
+    @property
+    def beside_roles(self) -> tuple[str, ...]:
+        """Folders and word without those that say labels alone: car of `masks/car`."""
+        return tuple(x for x in (*self.folders, self.word) if not {*words_of(x)} <= _ROLES)
+
     def with_numbers(self) -> "LabelWords":
         """With the numbers: v1.2/labels/ beside v2.0/labels/, masks/1/ beside masks/2/."""
         return self._with_folders_in_path_order(self.number_folders)

@@ -55,9 +55,10 @@ def label_sets(
     samples = {key: _sample_of(by_image, names, facts) for key, by_image in sets.items()}
     # Several sets of two values each, such as masks/car/ and masks/road/, are one label together.
     binary = {key: by_image for key, by_image in sets.items() if is_binary(samples[key])}
-    words = differing_words(key.text for key in binary)
-    if words and _are_classes(folder, binary, words, classes):
-        yield _together(binary, words, names)
+    alike = _of_alike_places(binary)
+    words = differing_words(key.text for key in alike)
+    if words and _are_classes(folder, alike, words, classes):
+        yield _together(alike, words, names)
         sets = {key: by_image for key, by_image in sets.items() if key not in binary}
     shown = {key: _pattern(key, by_image, names) for key, by_image in sets.items()}
     count = Counter(shown.values())
@@ -65,6 +66,16 @@ def label_sets(
         # Where folders of splits or scenes tell sets apart, they are shown.
         whole = shown[key] if count[shown[key]] == 1 else _whole_pattern(by_image, names)
         yield _of_one_kind(whole, by_image, samples[key])
+
+
+def _of_alike_places(sets: Mapping[LabelWords, _ByImage]) -> dict[LabelWords, _ByImage]:
+    """The sets, train/label/car/ and val/segmentation label/car/ as one; of different images."""
+    joined: dict[LabelWords, _ByImage] = {}
+    for key, by_image in sets.items():
+        places = (x for x in joined if x.beside_roles == key.beside_roles)
+        first = next((x for x in places if joined[x].keys().isdisjoint(by_image)), key)
+        joined[first] = {**joined.get(first, {}), **by_image}
+    return joined
 
 
 def _are_classes(

@@ -22,6 +22,7 @@ from segtrain.desk.survey.split_lists import (
     taken_together,
 )
 from segtrain.errors import ConfigError
+from segtrain.text import first_of
 
 # A class and four numbers, as YOLO has boxes.
 _BOX_CELLS = 5
@@ -43,10 +44,20 @@ class GivenSplits(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def with_splits(folder: Path, images: list[Image], lists: Sequence[str]) -> GivenSplits:
-    """The splits that lists of the folder say, else its folders."""
+def with_splits(
+    folder: Path, images: list[Image], lists: Sequence[str], labelled: Collection[str] = ()
+) -> GivenSplits:
+    """The splits that lists of the folder say, else its folders.
+
+    labelled: paths of images with a label, if they are known: lists of others alone say nothing.
+    """
     found, notes = read_split_lists(folder, lists, images)
     every = taken_together(found, images)
+    foreign = [x for x in every if labelled and x.is_of_none(labelled, images)]
+    every = [x for x in every if x not in foreign]
+    if foreign:
+        which = first_of((one.path for x in foreign for one in x.lists), 3)
+        notes = [*notes, f"{which}: no image of these lists has a label: they are not used"]
     if not every:
         has_folders = len({image.split for image in images} - {None}) > 1
         return GivenSplits("folders" if has_folders else "", images, notes=tuple(notes))

@@ -6,7 +6,7 @@ that are going to be used are counted whole, since one rare value decides whethe
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -90,7 +90,10 @@ def survey(folder: Path, answers: Answers | None = None) -> Survey:
     left_out = _left_out(paired.names, paired.roles, read.images, paired.matches)
     left_out[reasons.NOT_CHOSEN] = paired.not_chosen
     # 4. Splits: of lists or folders, and which images are alike or overlap.
-    given = _given_splits(folder, read.images, lists, answers.val)
+    annotations = detect(folder)
+    # Outlines may be the labels of any image.
+    labelled = () if annotations else read.matches.labels
+    given = _given_splits(folder, read.images, lists, labelled, answers.val)
     similar, moving = similar_images(folder, given.images)
     # 5. Label sets: the labels of each kind, and what is no data.
     sets = _label_sets(folder, paired, read.matches, samples, answers)
@@ -109,7 +112,7 @@ def survey(folder: Path, answers: Answers | None = None) -> Survey:
         tiles=_tiles(folder, given.images),
         split_source=given.source,
         pair_source=", ".join(paired.tables),
-        annotations={kind: tuple(files) for kind, files in detect(folder).items()},
+        annotations={kind: tuple(files) for kind, files in annotations.items()},
         notes=(*read.notes, *given.notes, *odd),
         pictures=tuple(pictures),
         others=tuple(others),
@@ -146,12 +149,16 @@ def _read_images(folder: Path, paired: PairedNames) -> _ReadImages:
 
 
 def _given_splits(
-    folder: Path, images: list[Image], lists: Sequence[str], val: float | str | None
+    folder: Path,
+    images: list[Image],
+    lists: Sequence[str],
+    labelled: Collection[str],
+    val: float | str | None,
 ) -> GivenSplits:
     """The splits that --val names by a file, else those of the folder; a fraction is for later."""
     if isinstance(val, str):
         return with_val_list(folder, images, lists, Path(val))
-    return with_splits(folder, images, lists)
+    return with_splits(folder, images, lists, labelled)
 
 
 def _label_sets(
