@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 import pytest
-from folders import images_in, labels_of, quick_init, save
+from folders import images_in, labels_of, quick_init, save, scene
 
 from segtrain.desk.survey.choose_set import choose_labels
 from segtrain.desk.survey.listings import unused_lists
@@ -493,6 +493,30 @@ def test_lists_of_images_without_a_label_say_nothing_of_the_others(folder, lab, 
     assert written(made, "train.txt") == {f"lesions/train/image/{i}.png" for i in range(8)}
     assert written(made, "val.txt") == {f"lesions/valid/image/{i}.png" for i in range(8, 12)}
     assert re.findall(r"name: (\w+)", (made / "classes.yaml").read_text())[1:] == ["EX", "HE"]
+
+
+def test_a_table_that_names_two_copies_of_each_image_pairs_and_divides_the_first(
+    folder, lab, monkeypatch
+):
+    """As of Massachusetts Buildings: png/ repeats tiff/, whose files the first columns name."""
+    quick_init(monkeypatch)
+    rows = [
+        ("id", "split", "tiff_image_path", "tif_label_path", "png_image_path", "png_label_path")
+    ]
+    for i, path, classes in images_in(folder, "png/img/p{i}.png", 12):
+        names = f"tiff/img/p{i}.tif", f"tiff/gt/p{i}.tif", path, f"png/gt/p{i}.png"
+        save(folder / names[0], scene(i)[0])
+        save(folder / names[1], classes)
+        save(folder / names[3], classes)
+        rows.append((f"p{i}", "val" if i % 4 == 1 else "train", *names))
+    put(folder, "metadata.csv", table(rows))
+    made = folder.with_name("made")
+    words = "init", folder, "--output", made, "--jobs", "1"
+    said = lab.command(*words).err
+    assert "12 of these images are copies of images with a label" in said
+    lab.done(*words, *re.search("--leave-out .*", said)[0].split())
+    assert written(made, "val.txt") == {f"tiff/img/p{i}.tif" for i in (1, 5, 9)}
+    assert written(made, "train.txt") == {f"tiff/img/p{i}.tif" for i in range(12) if i % 4 != 1}
 
 
 def test_a_list_of_all_of_a_split_of_folders_says_nothing(folder):

@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from segtrain.desk.survey.class_files import copies_of_labelled
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.list_names import unread_splits
@@ -168,6 +169,8 @@ def check_left_out(found: Balance, survey: Survey, labels: LabelSet, answers: An
         readings.append(Reading(f"{path} names images to evaluate on", option.strip()))
     # Their labels may be in files of a format that is not read.
     notes = [note for note in survey.notes if note.startswith(NOT_READ)]
+    copies = copies_of_labelled(survey, labels).intersection(by_reason.get(WITHOUT_LABEL, ()))
+    notes += [f"{len(copies)} of these images are copies of images with a label"] if copies else []
     notes += ["write the names of each split into train.txt and val.txt"] if unread else []
     raise UndecidedError("; ".join([f"not used would be {what}", *notes]), readings)
 

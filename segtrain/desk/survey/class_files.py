@@ -160,7 +160,7 @@ def _with_missing(survey: Survey, labels: LabelSet) -> LabelSet:
     splits = {image.split for image in labelled}
     suffixes = {PurePosixPath(image.path).suffix.lower() for image in labelled}
     folders = {PurePosixPath(image.path).parent for image in labelled}
-    copies = _copies(survey, labels)
+    copies = copies_of_labelled(survey, labels)
 
     def is_like(image: Image) -> bool:
         place = PurePosixPath(image.path)
@@ -174,7 +174,7 @@ def _with_missing(survey: Survey, labels: LabelSet) -> LabelSet:
     return replace(labels, labels={**labels.labels, **dict.fromkeys(others, ())})
 
 
-def _copies(survey: Survey, labels: LabelSet) -> set[str]:
+def copies_of_labelled(survey: Survey, labels: LabelSet) -> set[str]:
     """Images of the name of a labelled one that look nearly as it."""
     return {
         other
