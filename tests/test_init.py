@@ -791,6 +791,9 @@ def test_images_without_outlines_are_background_if_it_is_said(folder, lab):
     found, _ = labels_of(lab.folder / "n")
     assert not found["images/t5.png"].any()
     assert found.keys() == {f"images/t{i}.png" for i in range(6)}
+    words = "--missing", "background:images"
+    said = lab.refused("init", folder, "--output", lab.folder / "o", *words)
+    assert "--missing background:images: folders are for labels that are pictures" in said
     said = lab.refused("init", folder, "--output", lab.folder / "o", "--labels", "masks")
     assert "--labels masks: no such labels; found annotations of LabelMe" in said
 

@@ -487,6 +487,26 @@ def test_images_without_a_label_show_background_where_it_is_said(folder, init, c
     assert not copy or f"{which}: 9" in said
 
 
+def test_images_without_a_label_show_background_in_the_folders_that_are_said(
+    folder, init, asked, refused
+):
+    """AITEX: none of NODefect/ has a mask, and two of Defect/ have lost theirs."""
+    truth = {}
+    for i, path, label in images_in(folder, "Defect/{i}.png", 8, num_classes=2):
+        if i < 6:
+            save(folder / f"masks/{i}_mask.png", mask_of(label))
+            truth[path] = label
+    for _, path, label in images_in(folder, "NODefect/roll_{i}/a{i}.png", 4, seed=20):
+        truth[path] = np.zeros_like(label)
+    said = asked()
+    option = "--missing background:NODefect --leave-out images"
+    assert f"those of NODefect do, and others are left out: {option}\n" in said
+    assert_labels(init(*option.split())[0], truth)
+    # Of a folder, and not of a part of its name.
+    said = refused("--missing", "background:ODefect,roll", "--leave-out", "images")
+    assert "--missing background:ODefect,roll: no image without a label is there" in said
+
+
 @pytest.mark.parametrize(("label", "classes"), [("{k}/{i}", 3), ("{bucket}/{i:05}_{name}", 2)])
 def test_folders_of_classes_or_buckets_that_are_called_as_images_are_none(
     folder, init, label, classes

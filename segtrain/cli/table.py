@@ -170,6 +170,13 @@ def _left_out(text: str) -> frozenset[str]:
     return words
 
 
+def _missing(text: str) -> str:
+    word, sign, folders = text.partition(":")
+    if word != "background" or (sign and not all(folders.split(","))):
+        raise argparse.ArgumentTypeError(f"expected background or background:A,B, got '{text}'")
+    return text
+
+
 def _pairs(text: str) -> str:
     if not {*text.split(",")} <= {*_PAIRS}:
         raise argparse.ArgumentTypeError(f"expected words of {', '.join(_PAIRS)}, got '{text}'")
@@ -265,7 +272,7 @@ COMMANDS = (
         _argument("--attribute", "of VIA and GeoJSON, the one that names the class", "NAME"),
         _argument("--pairs", "named: labels fit, whatever edges say", "named,WORD", _pairs),
         _argument("--exif", "labels lie on the pixels so", choices=("stored", "turned")),
-        _argument("--missing", "what images without a label show", choices=("background",)),
+        _argument("--missing", "what images without label show", "background[:FOLDERS]", _missing),
         _argument("--leave-out", "what is no data: images, labels, lists", "A,B", _left_out),
         _argument("--instances", "ids number objects of one class", choices=("binary",)),
         _argument("--threshold", "grey level from which on masks show their class", "T", float),

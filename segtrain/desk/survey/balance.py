@@ -159,6 +159,10 @@ def check_left_out(found: Balance, survey: Survey, labels: LabelSet, answers: An
             empty = "images without a label show background alone"
             also = _option(words - {"images"})
             readings.append(Reading(empty, f"--missing background {also}".strip()))
+            if folders := _empty_folders(by_reason[WITHOUT_LABEL], labels):
+                option = shlex.quote(f"background:{','.join(folders)}")
+                empty = f"those of {first_of(folders)} do, and others are left out"
+                readings.append(Reading(empty, f"--missing {option} {_option(words)}"))
         for kind in survey.annotations if labels.kind != "annotations" else ():
             readings.append(Reading(f"{kind} has the labels", f"--labels {shlex.quote(kind)}"))
         for folder in _without_any_label(survey, labels):
@@ -207,6 +211,19 @@ def _unread(survey: Survey, answers: Answers) -> list[str]:
     """Files that may say the splits and are not read, where nothing else says them."""
     is_said = "lists" in answers.leave_out or answers.val is not None or survey.split_source
     return [] if is_said else unread_splits(survey.others)
+
+
+def _empty_folders(without: Iterable[str], labels: LabelSet) -> list[str]:
+    """Folders without any labelled image, if images without a label lie elsewhere as well.
+
+    without: images without a label. Of folders in each other it is the uppermost.
+    """
+    above = {str(x) for path in labels.labels for x in PurePosixPath(path).parents}
+    found = set()
+    for path in without:
+        parents = [str(x) for x in PurePosixPath(path).parents]
+        found.add(next((x for x in reversed(parents) if x not in above), ""))
+    return sorted(found - {""}) if "" in found else []
 
 
 def _without_any_label(survey: Survey, labels: LabelSet) -> list[str]:

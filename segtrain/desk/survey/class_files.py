@@ -44,7 +44,7 @@ def by_class(survey: Survey, labels: LabelSet, answers: Answers) -> LabelSet:
     if _shows_one_class(labels) and not is_said and (words := _place_words(labels)):
         labels = _divided(labels, words, answers)
     if answers.missing:
-        labels = _with_missing(survey, labels)
+        labels = _with_missing(survey, labels, answers.empty_folders)
     # For one class --names is its name, which `choose_classes` takes.
     if answers.names is not None and labels.classes and not labels.is_one_class:
         labels = _chosen(labels, answers.names)
@@ -144,13 +144,15 @@ def _divided(labels: LabelSet, words: Mapping[str, str], answers: Answers) -> La
     return replace(labels, kind="ids", classes=classes, class_of=class_of, values={})
 
 
-def _with_missing(survey: Survey, labels: LabelSet) -> LabelSet:
+def _with_missing(survey: Survey, labels: LabelSet, in_folders: Sequence[str]) -> LabelSet:
     """`labels`, in which images without one show background alone.
 
     Images of a test split stay out, unless it has labels. So do copies of labelled images: of
     another suffix in other folders, or of the same name and nearly alike.
 
-    ConfigError: labels have no background.
+    in_folders: only images below one of these do, if there are any.
+
+    ConfigError: labels have no background, or no image without a label is in these folders.
     """
     if _shows_one_class(labels):
         labels = _as_one_class(labels)
@@ -168,9 +170,13 @@ def _with_missing(survey: Survey, labels: LabelSet) -> LabelSet:
         # Of the kind of images that have labels.
         is_beside = place.suffix.lower() in suffixes or place.parent in folders
         is_copy = image.path in copies
-        return is_kept and is_beside and not is_copy
+        is_meant = not in_folders or any(f"/{x}/" in f"/{image.path}" for x in in_folders)
+        return is_meant and is_kept and is_beside and not is_copy
 
     others = [x.path for x in survey.images if x.path not in labels.labels and is_like(x)]
+    if in_folders and not others:
+        shown = ",".join(in_folders)
+        raise ConfigError(f"--missing background:{shown}: no image without a label is there")
     return replace(labels, labels={**labels.labels, **dict.fromkeys(others, ())})
 
 

@@ -43,6 +43,8 @@ def draw_annotations(
         there = first_of(survey.annotations)
         raise ConfigError(f"--labels {kinds[0]}: no such labels; found annotations of {there}")
     refuse_unused(vars(answers), "exif ignore instances pairs resize threshold", "annotation files")
+    if answers.empty_folders:
+        raise ConfigError(f"--missing {answers.missing}: folders are for labels that are pictures")
     files = survey.annotations[kinds[0]]
     how = {"attribute": answers.attribute, "names": answers.names}
     how["others_are_empty"] = answers.missing is not None

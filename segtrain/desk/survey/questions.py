@@ -31,7 +31,8 @@ class Answers:
     pairs: words after commas: named: labels belong to the images that names say, whatever edges
     say; and the convention that says which label is whose, a key of `pairs.CONVENTIONS`.
     exif: whether labels lie on the pixels as stored, or as EXIF turns them.
-    missing: what images without a label show. instances: binary: ids number objects of one class.
+    missing: what images without a label show: background, or background:FOLDER,FOLDER.
+    instances: binary: ids number objects of one class.
     task: multilabel: a pixel may have several classes. threshold: the grey level from which on
     masks show their class. resize: labels: they are drawn anew at the size of images.
     leave_out: what is no data: images (without a label), labels (without an image, or unlike
@@ -49,7 +50,7 @@ class Answers:
     attribute: str | None = None
     pairs: str | None = None
     exif: Literal["stored", "turned"] | None = None
-    missing: Literal["background"] | None = None
+    missing: str | None = None
     instances: Literal["binary"] | None = None
     task: Literal["multilabel"] | None = None
     threshold: float | None = None
@@ -60,6 +61,12 @@ class Answers:
     def trusts_pairs(self) -> bool:
         """Whether labels fit their images, whatever edges say."""
         return "named" in (self.pairs or "").split(",")
+
+    @property
+    def empty_folders(self) -> list[str]:
+        """Folders whose images without a label show background; none: all images do."""
+        folders = (self.missing or "").partition(":")[2].split(",")
+        return [x.strip("/") for x in folders if x]
 
     @property
     def convention(self) -> str | None:
