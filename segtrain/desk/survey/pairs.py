@@ -1,7 +1,8 @@
 """Which label belongs to which image: all conventions are asked, and their claims are compared."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
 from pathlib import PurePosixPath
 from types import ModuleType
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from segtrain.desk.survey.conventions import (
     folder_around_both,
     folder_of_bands,
     folder_per_image,
+    label_per_folder,
     name_inside,
     numbered_channels,
 )
@@ -41,6 +43,9 @@ CONVENTIONS = {
         numbered_channels, "each channel of an image is a file, as nnU-Net has it"
     ),
     "bands": Convention(folder_of_bands, "a folder for each scene, and a file for each band"),
+    "scenes": Convention(
+        label_per_folder, "a label is called as a folder, and is that of each image in it"
+    ),
 }
 """By the word that `--pairs` has for each. Of equal claims the first one counts."""
 # Claims that differ by less account for as many labels: some strays are among any.
@@ -69,13 +74,16 @@ def match(
     """The images, perhaps with other parts of names, and the labels of each.
 
     Labels below folders of the same words follow one convention: the one that accounts for the
-    most of them. What it leaves, another one may account for.
+    most of them. What it leaves, another one may account for. One label for several images is
+    asked about, and only where no label is of one image.
 
     answer: a key of `CONVENTIONS`, where two of them claim as much.
 
     Raises:
-        UndecidedError: two conventions account for as many labels and images, and differ.
+        UndecidedError: two conventions account for as many labels and images, and differ, or each
+            label is of several images.
     """
+    labels = [*labels]
     by_path = {image.path: image for image in images}
     owners: dict[str, str] = {}
     bands: dict[str, list[str]] = {}
@@ -101,6 +109,11 @@ def match(
             claims = _claims_of(rest, by_path.values())
         alone += [label.path for label in rest]
     by_image: dict[str, list[str]] = defaultdict(list)
+    if not owners and (found := _shared(images, labels, answer)).owners:
+        owners, unclear, alone = {**found.owners}, [], []
+        for label, further in found.shared.items():
+            for image in further:
+                by_image[image].append(label)
     for label, image in owners.items():
         by_image[image].append(label)
     found = {path: sorted(by_image[path]) for path in by_path if path in by_image}
@@ -118,7 +131,34 @@ def groups_of_labels(labels: Iterable[FileName]) -> list[list[FileName]]:
 
 def _claims_of(labels: Sequence[FileName], images: Collection[FileName]) -> dict[str, OwnerClaim]:
     """What each convention says of these labels, by its key in `CONVENTIONS`."""
-    return {name: one.module.claim([*images], labels) for name, one in CONVENTIONS.items()}
+    claims = {name: one.module.claim([*images], labels) for name, one in CONVENTIONS.items()}
+    return {name: claim for name, claim in claims.items() if not claim.shared}
+
+
+def _shared(
+    images: Sequence[FileName], labels: Sequence[FileName], answer: str | None
+) -> OwnerClaim:
+    """The claim of labels that are of several images each.
+
+    UndecidedError: nobody has said that they are.
+    """
+    found = label_per_folder.claim(images, labels)
+    if found.owners and answer != "scenes":
+        label, further = next(iter(found.shared.items()))
+        files = found.owners[label], label
+        what = f"{label} is called as the folder of {1 + len(further)} images, such as {files[0]}"
+        words = "it is the label of each of them, as of a camera that does not move"
+        raise UndecidedError(what, [Reading(words, "--pairs scenes", files=files)])
+    return found
+
+
+def with_one_label(labels: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
+    """Pairs of images that share a label; labels: of each image."""
+    of_label: dict[str, list[str]] = defaultdict(list)
+    for image in sorted(labels):
+        for label in labels[image]:
+            of_label[label].append(image)
+    return chain.from_iterable(map(pairwise, of_label.values()))
 
 
 def _reach(claims: Mapping[str, OwnerClaim], number: int) -> list[str]:

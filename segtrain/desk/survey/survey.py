@@ -49,7 +49,7 @@ class Survey:
     equal_sets: Mapping[frozenset[str], Mapping[int, Color]]  # as `equal_sets` has them
     legends: tuple[Legend, ...]
     facts: Mapping[str, ImageFacts]  # of a sample of images
-    similar: frozenset[tuple[str, str]]  # images that are nearly alike, by their paths
+    similar: frozenset[tuple[str, str]]  # images nearly alike, or of one label, by their paths
     moving: bool  # whether neighbours by name are more alike than others, as frames of a video
     tiles: Mapping[str, TileBox]  # where images lie in a larger picture, by their paths
     split_source: str  # what says the splits; "" if nothing does
@@ -95,6 +95,7 @@ def survey(folder: Path, answers: Answers | None = None) -> Survey:
     labelled = () if annotations else read.matches.labels
     given = _given_splits(folder, read.images, lists, labelled, answers.val)
     similar, moving = similar_images(folder, given.images)
+    similar |= {*pairs.with_one_label(read.matches.labels)}
     # 5. Label sets: the labels of each kind, and what is no data.
     sets = _label_sets(folder, paired, read.matches, samples, answers)
     unlike = [x for x in paired.names if x.path in {*left_out[reasons.UNLIKE]}]

@@ -23,6 +23,7 @@ class OwnerClaim:
     others: labels that fit an image of another scene alone: scene_2/mask/2.png, where there is
         scene_1/img/2.png, and scene_2 has other images.
     renamed: images whose names have other parts than `parse_names` sees.
+    shared: further images of a label, each of which it is the label of.
     """
 
     owners: Mapping[str, str]
@@ -31,6 +32,7 @@ class OwnerClaim:
     unclear: Sequence[str] = ()
     others: Sequence[str] = ()
     renamed: Mapping[str, FileName] = field(default_factory=dict)
+    shared: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def images(self) -> set[str]:
