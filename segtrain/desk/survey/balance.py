@@ -140,12 +140,7 @@ def check_left_out(found: Balance, survey: Survey, labels: LabelSet, answers: An
         UndecidedError: there are such files.
     """
     by_reason = _doubtful(found, survey, labels, answers)
-    lists = _unused(found, survey, answers)
-    if lists:
-        by_reason[UNUSED_LISTS] = lists
-    unread = _unread(survey, answers)
-    if unread:
-        by_reason[UNREAD_LISTS] = unread
+    by_reason |= _lists(found, survey, answers)
     if not by_reason:
         return
     what = "; ".join(f"{why} ({len(x)}): {first_of(x, 3)}" for why, x in by_reason.items())
@@ -168,14 +163,16 @@ def check_left_out(found: Balance, survey: Survey, labels: LabelSet, answers: An
         for folder in _without_any_label(survey, labels):
             option = f"--images {shlex.quote(folder)}"
             readings.append(Reading(f"the images are in {folder}", option))
-    for path in lists[:_MOST_OFFERED]:
+    for path in by_reason.get(UNUSED_LISTS, [])[:_MOST_OFFERED]:
         option = f"--val {shlex.quote(str(survey.root / path))} {_option(words - {'lists'})}"
         readings.append(Reading(f"{path} names images to evaluate on", option.strip()))
     # Their labels may be in files of a format that is not read.
     notes = [note for note in survey.notes if note.startswith(NOT_READ)]
     copies = copies_of_labelled(survey, labels).intersection(by_reason.get(WITHOUT_LABEL, ()))
     notes += [f"{len(copies)} of these images are copies of images with a label"] if copies else []
-    notes += ["write the names of each split into train.txt and val.txt"] if unread else []
+    notes += ["write the names of each split into train.txt and val.txt"] * (
+        UNREAD_LISTS in by_reason
+    )
     raise UndecidedError("; ".join([f"not used would be {what}", *notes]), readings)
 
 
@@ -200,17 +197,16 @@ def _option(words: Iterable[str]) -> str:
     return f"--leave-out {','.join(sorted(words))}" if words else ""
 
 
-def _unused(found: Balance, survey: Survey, answers: Answers) -> list[str]:
-    """Lists that name images and are not used; none where the command line says the division."""
+def _lists(found: Balance, survey: Survey, answers: Answers) -> dict[str, list[str]]:
+    """Lists of images that are not used, or, if nothing says splits, not read, by the reason.
+
+    None where the command line says the division.
+    """
     if "lists" in answers.leave_out or answers.val is not None:
-        return []
-    return sorted(unused_lists(survey.root, survey.others, found.used, survey.images))
-
-
-def _unread(survey: Survey, answers: Answers) -> list[str]:
-    """Files that may say the splits and are not read, where nothing else says them."""
-    is_said = "lists" in answers.leave_out or answers.val is not None or survey.split_source
-    return [] if is_said else unread_splits(survey.others)
+        return {}
+    unused = sorted(unused_lists(survey.root, survey.others, found.used, survey.images))
+    unread = [] if survey.split_source else unread_splits(survey.others)
+    return {why: x for why, x in ((UNUSED_LISTS, unused), (UNREAD_LISTS, unread)) if x}
 
 
 def _empty_folders(without: Iterable[str], labels: LabelSet) -> list[str]:

@@ -46,19 +46,10 @@ def list_files(paths: Iterable[str], pictures: Iterable[str]) -> list[str]:
 
 def unread_splits(paths: Iterable[str]) -> list[str]:
     """The files that are called after splits, in a form that is not read: split.mat, train.pkl."""
-    return [
-        path
-        for path in paths
-        if PurePosixPath(path).suffix.lower() in _UNREAD and _says_splits(path)
-    ]
-
-
-def _says_splits(path: str) -> bool:
-    """Whether a name says splits with any words beside, or train or a fold with none."""
-    words = words_of(PurePosixPath(path).stem)
-    is_split = any(split_of(word) or _FOLD.fullmatch(word) for word in words)
     says = {"split", "splits", "partition", "partitions"}
-    return not says.isdisjoint(words) or (is_split and is_called_list(path))
+    maybe = [path for path in paths if PurePosixPath(path).suffix.lower() in _UNREAD]
+    called = [path for path in maybe if says & {*words_of(PurePosixPath(path).stem)}]
+    return [x for x in maybe if x in called or split_in(x) or is_called_fold(x)]
 
 
 def is_called_list(path: str) -> bool:

@@ -53,11 +53,11 @@ def with_splits(
     """
     found, notes = read_split_lists(folder, lists, images)
     every = taken_together(found, images)
-    foreign = [x for x in every if labelled and x.is_of_none(labelled, images)]
-    every = [x for x in every if x not in foreign]
-    if foreign:
-        which = first_of((one.path for x in foreign for one in x.lists), 3)
+    known = [x for x in every if any(images[i].path in labelled for i in x.split_of)]
+    if labelled and len(known) < len(every):
+        which = first_of((one.path for x in every if x not in known for one in x.lists), 3)
         notes = [*notes, f"{which}: no image of these lists has a label: they are not used"]
+        every = known
     if not every:
         has_folders = len({image.split for image in images} - {None}) > 1
         return GivenSplits("folders" if has_folders else "", images, notes=tuple(notes))

@@ -1,8 +1,7 @@
 """Which label belongs to which image: all conventions are asked, and their claims are compared."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from types import ModuleType
 from typing import NamedTuple
@@ -150,15 +149,6 @@ def _shared(
         words = "it is the label of each of them, as of a camera that does not move"
         raise UndecidedError(what, [Reading(words, "--pairs scenes", files=files)])
     return found
-
-
-def with_one_label(labels: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Pairs of images that share a label; labels: of each image."""
-    of_label: dict[str, list[str]] = defaultdict(list)
-    for image in sorted(labels):
-        for label in labels[image]:
-            of_label[label].append(image)
-    return chain.from_iterable(map(pairwise, of_label.values()))
 
 
 def _reach(claims: Mapping[str, OwnerClaim], number: int) -> list[str]:

@@ -1,7 +1,7 @@
 """Lists in a folder that say splits: what each says, and which of them belong together."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -78,10 +78,6 @@ class ListedSplits(NamedTuple):
     def evaluated(self) -> str:
         """The list that names the images to evaluate on."""
         return max(self.lists, key=lambda x: max(map(_ORDER.index, x.split_of.values()))).path
-
-    def is_of_none(self, labelled: Collection[str], images: Sequence[Image]) -> bool:
-        """Whether no image of these lists is `labelled`."""
-        return not any(images[i].path in labelled for i in self.split_of)
 
     def contradicts(self, other: "ListedSplits") -> bool:
         """Whether an image is trained on by one, and evaluated on by the other."""

@@ -6,7 +6,7 @@ that are going to be used are counted whole, since one rare value decides whethe
 
 import shlex
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -28,7 +28,7 @@ from segtrain.desk.survey.image_kinds import Image, facts_of, similar_images
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.label_sets import label_sets
 from segtrain.desk.survey.list_names import list_files
-from segtrain.desk.survey.listings import GivenSplits, with_splits, with_val_list
+from segtrain.desk.survey.listings import with_splits, with_val_list
 from segtrain.desk.survey.names import Legend, read_legend
 from segtrain.desk.survey.paired_names import PairedNames, paired_names
 from segtrain.desk.survey.pairs import Matches
@@ -90,12 +90,14 @@ def survey(folder: Path, answers: Answers | None = None) -> Survey:
     left_out = _left_out(paired.names, paired.roles, read.images, paired.matches)
     left_out[reasons.NOT_CHOSEN] = paired.not_chosen
     # 4. Splits: of lists or folders, and which images are alike or overlap.
-    annotations = detect(folder)
-    # Outlines may be the labels of any image.
-    labelled = () if annotations else read.matches.labels
-    given = _given_splits(folder, read.images, lists, labelled, answers.val)
+    annotations, labels = detect(folder), read.matches.labels
+    if isinstance(answers.val, str):  # a fraction is for later
+        given = with_val_list(folder, read.images, lists, Path(answers.val))
+    else:  # outlines may be the labels of any image
+        given = with_splits(folder, read.images, lists, () if annotations else labels)
     similar, moving = similar_images(folder, given.images)
-    similar |= {*pairs.with_one_label(read.matches.labels)}
+    last = {file: image for image, files in labels.items() for file in files}
+    similar |= {(x, last[f]) for x, files in labels.items() for f in files if x != last[f]}
     # 5. Label sets: the labels of each kind, and what is no data.
     sets = _label_sets(folder, paired, read.matches, samples, answers)
     unlike = [x for x in paired.names if x.path in {*left_out[reasons.UNLIKE]}]
@@ -147,19 +149,6 @@ def _read_images(folder: Path, paired: PairedNames) -> _ReadImages:
     there = {image.path for image in images}
     kept = {path: files for path, files in paired.matches.labels.items() if path in there}
     return _ReadImages(images, paired.matches._replace(labels=kept), facts, notes)
-
-
-def _given_splits(
-    folder: Path,
-    images: list[Image],
-    lists: Sequence[str],
-    labelled: Collection[str],
-    val: float | str | None,
-) -> GivenSplits:
-    """The splits that --val names by a file, else those of the folder; a fraction is for later."""
-    if isinstance(val, str):
-        return with_val_list(folder, images, lists, Path(val))
-    return with_splits(folder, images, lists, labelled)
 
 
 def _label_sets(
