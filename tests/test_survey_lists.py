@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 import numpy as np
 import pytest
 from folders import images_in, labels_of, quick_init, save, scene
+from PIL import Image
 
 from segtrain.desk.survey.choose_set import choose_labels
 from segtrain.desk.survey.listings import unused_lists
@@ -517,6 +518,38 @@ def test_a_table_that_names_two_copies_of_each_image_pairs_and_divides_the_first
     lab.done(*words, *re.search("--leave-out .*", said)[0].split())
     assert written(made, "val.txt") == {f"tiff/img/p{i}.tif" for i in (1, 5, 9)}
     assert written(made, "train.txt") == {f"tiff/img/p{i}.tif" for i in range(12) if i % 4 != 1}
+
+
+def test_a_manifest_of_ground_truth_pairs_and_names_labels_whose_indices_change(
+    folder, lab, monkeypatch
+):
+    """SageMaker: the palette of each label numbers its classes anew; two files say the same."""
+    quick_init(monkeypatch)
+    colors, truth, lines = np.uint8([(255, 255, 255), (31, 119, 180), (44, 160, 44)]), {}, []
+    for i, path, classes in images_in(folder, "raw/IMG_{i}.jpg", 8, num_classes=3):
+        order = [0, 2, 1] if i % 2 else [0, 1, 2]  # the class of each index
+        label = Image.fromarray(np.argsort(order).astype(np.uint8)[classes])
+        label.putpalette(colors[order].tobytes())
+        name = f"job/out/{7 - i}_2023.04.png"
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        label.save(folder / name)
+        names = dict(zip((0, 1, 2), ("BACKGROUND", "dent", "scratch"), strict=True))
+        shown = {
+            str(k): {"class-name": names[c], "hex-color": f"#{bytes(colors[c]).hex()}"}
+            for k, c in enumerate(order)
+        }
+        ref = {"source-ref": f"s3://plant/{path}", "job-ref": f"s3://plant/gt/{name}"}
+        lines.append(json.dumps(ref | {"job-ref-metadata": {"internal-color-map": shown}}))
+        truth[path] = classes
+    put(folder, "job/manifests/output.manifest", lines)
+    put(folder, "job/manifests/1/output.manifest", lines[:-2])
+    made = folder.with_name("made")
+    lab.done("init", folder, "--output", made, "--jobs", "1")
+    said = re.findall(r"name: (\w+)", (made / "classes.yaml").read_text())
+    assert said == ["BACKGROUND", "dent", "scratch"]
+    found, _ = labels_of(made)
+    assert found.keys() == truth.keys()
+    assert all((found[path] == truth[path]).all() for path in truth)
 
 
 def test_a_list_of_all_of_a_split_of_folders_says_nothing(folder):

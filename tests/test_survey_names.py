@@ -1,5 +1,6 @@
 """Pairs by names alone, and names of classes from the files that tools leave behind."""
 
+import json
 import signal
 from itertools import chain
 
@@ -209,7 +210,15 @@ COLORS = [("road", None, (128, 64, 128)), ("car", None, (0, 0, 142))]
 NUMBERED = [("road", 3, (1, 2, 3)), ("car", 7, (4, 5, 6))]
 SUPERVISELY = """
 {"classes": [{"title": "road", "color": "#804080"}, {"title": "car", "color": "#00008E"}]}"""
+OF_COLORS = (("road", "#804080"), ("car", "#00008E"))
+GROUND_TRUTH = "\n".join(
+    json.dumps(
+        {"job-ref-metadata": {"internal-color-map": {"1": {"class-name": x, "hex-color": y}}}}
+    )
+    for x, y in OF_COLORS
+)
 LEGENDS = [
+    ("output.manifest", f'{{"source-ref": "a"}}\n{GROUND_TRUTH}\n[1]', COLORS),
     ("classes.txt", "road\ncar\n", ROAD_CAR),
     ("classes.txt", "lane 1\nlane 2\n", [("lane 1", None, None), ("lane 2", None, None)]),
     ("labels.txt", "3: road\n7: car\n", VALUES),

@@ -1,8 +1,8 @@
 """Files that may be lists of images, each read as rows of names, perhaps with a split.
 
 `list_text` reads text and tables. JSON and YOLO's data.yaml have lists below the word of a split;
-nnU-Net's splits_final.json has such a pair of lists for each fold, and CVAT's XML the subset of
-each image.
+nnU-Net's splits_final.json has such a pair of lists for each fold, CVAT's XML the subset of each
+image, and a manifest of SageMaker Ground Truth, lines of JSON, its address and that of its label.
 """
 
 import html
@@ -42,6 +42,8 @@ def read_list(path: Path) -> ListFile:
             return ListFile(tuple(_of_yolo(foreign_yaml(text), path.parent)))
         if suffix == ".xml":
             return ListFile(tuple(_of_cvat(text)))
+        if suffix == ".manifest":
+            return ListFile(tuple(map(_of_ground_truth, text.splitlines())))
         if suffix in TEXT_SUFFIXES:
             return text_list(text, is_table=suffix in (".csv", ".tsv"))
         return _of_json(parse_json(text))
@@ -103,6 +105,13 @@ def _of_cvat(text: str) -> Iterator[ListRow]:
         said = {key: html.unescape(value) for key, value in re.findall(r'(\w+)="([^"]*)"', tag)}
         if (split := split_in(said.get("subset", ""))) and "name" in said:
             yield list_row(said["name"], [said["name"]], split)
+
+
+def _of_ground_truth(line: str) -> ListRow:
+    """`{"source-ref": "s3://photos/1.jpg", "job-ref": "s3://masks/0_2023.png"}`."""
+    entry = parse_json(line)
+    pairs = entry.items() if isinstance(entry, dict) else ()
+    return list_row("", [str(x) for key, x in pairs if key.endswith("-ref")])
 
 
 def _of_yolo(content: Any, folder: Path) -> Iterator[ListRow]:

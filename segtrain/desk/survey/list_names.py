@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from segtrain.desk.survey.file_names import ROLE_WORDS, split_of, words_of
 
 TEXT_SUFFIXES = (".txt", ".csv", ".tsv", ".lst", ".list", "")
-_SUFFIXES = (*TEXT_SUFFIXES, ".json", ".yaml", ".yml", ".xml")
+_SUFFIXES = (*TEXT_SUFFIXES, ".json", ".yaml", ".yml", ".xml", ".manifest")
 _LIST_WORDS = {"list", "lists", "filelist", "files", "names", "ids", "pairs", "set"}
 _LIST_WORDS |= {"split", "splits"}
 # Lists of these are not read: nobody knows which of their arrays or sheets says what.

@@ -4,6 +4,7 @@ Text: a name a line (classes.txt), CVAT's labelmap.txt, tables with a header (cl
 Roboflow's _classes.csv) or without one (CamVid's label_colors.txt). YAML: `names` of YOLO's
 data.yaml, or a class file of segtrain. JSON: nnU-Net's dataset.json, COCO's and Label Studio's
 categories, Mapillary's config, Supervisely's meta, Labelbox' ontology, id2label of Hugging Face.
+Lines of JSON: a manifest of SageMaker Ground Truth.
 """
 
 import codecs
@@ -82,7 +83,7 @@ def read_legend(path: Path, source: str) -> Legend | None:
     try:
         content = read_bytes(path, _MAX_BYTES) if parse else b""
         classes = list(parse(decoded(content))) if parse else []
-    except (OSError, ValueError, RecursionError, csv.Error):
+    except (OSError, ValueError, RecursionError, KeyError, csv.Error):
         return None
     # A guess, since any bytes can be read so: it is named beside the file.
     if _encoding(content) == _OF_WINDOWS:
@@ -137,6 +138,8 @@ def _parser(stem: str, suffix: str) -> Callable[[str], Iterable[NamedClass]] | N
         return partial(_rows, is_list=is_list)
     if suffix in (".yaml", ".yml"):
         return partial(_yaml, is_list=is_list)
+    if suffix == ".manifest":
+        return _ground_truth
     # Only names that are about classes: annotations and settings are JSON, too.
     if suffix == ".json" and is_about:
         return lambda text: of_json(parse_json(text)) or of_mapping(parse_json(text))
@@ -248,6 +251,17 @@ def _table(text: str) -> list[NamedClass]:
         entry.setdefault("code", next((x for k, x in entry.items() if k.endswith("_code")), ""))
         entries.append(entry if None in rgb else entry | {"color": rgb})
     return of_entries(entries)
+
+
+def _ground_truth(text: str) -> list[NamedClass]:
+    """The colours of classes in each line, which says those of its own label."""
+    colors = {}
+    for entry in map(parse_json, text.splitlines()):
+        for part in entry.values() if isinstance(entry, dict) else ():
+            shown = part.get("internal-color-map") if isinstance(part, dict) else None
+            for one in shown.values() if isinstance(shown, dict) else ():
+                colors |= {one["class-name"]: one["hex-color"]} if isinstance(one, dict) else {}
+    return of_entries([{"name": name, "color": color} for name, color in colors.items()])
 
 
 def _yaml(text: str, *, is_list: bool) -> list[NamedClass]:
