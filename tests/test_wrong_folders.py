@@ -92,6 +92,10 @@ COCO = {
     "categories": [{"id": 1, "name": "cat"}],
 }
 OTHER_TASKS = {
+    "matrices": (
+        beside("labels/{i}.regions.txt", b"0 1 1 0 0 1 1 0\n" * 9),
+        "6 files with matrices of integers as text (labels/0.regions.txt); numpy.loadtxt reads",
+    ),
     "yolo": (beside("images/{i}.txt", YOLO), "6 files with boxes of YOLO (images/0.txt)"),
     "yolo_folder": (beside("labels/{i}.txt", YOLO), "boxes are no masks: outline the objects"),
     "yolo_outlines": (beside("labels/{i}.txt", OUTLINES), "add its data.yaml, or one with `names:"),

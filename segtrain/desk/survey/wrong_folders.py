@@ -71,7 +71,9 @@ _JSON = {  # text that only files of this tool hold
     rb'"item"\s*:(?s:.*)"annotations"\s*:': "annotations of V7 Darwin",
     rb'"(box2d|poly2d)"\s*:': "annotations of BDD100K (Scalabel)",
 }
-_POINTS = rb"\d+(\s+-?[\d.]+(e-?\d+)?)"
+# A class, and sides or points as parts of the image; rounding leaves some a little outside.
+_POINTS = rb"\d{1,3}(\s+(-?[01]?\.\d+|[01]\.?|-?\d(\.\d+)?e-\d+))"
+_MATRIX = rb"\s*(-?\d+[\s,;]+){7,}-?\d+[\s,;]*"
 
 
 def checked(survey: Survey, wanted: str | None = None) -> Survey:
@@ -145,22 +147,22 @@ def _of_files(survey: Survey) -> str:
             by_suffix.setdefault(PurePosixPath(path).suffix.lower(), []).append(path)
     kinds = []
     for suffix, paths in by_suffix.items():
-        named = _FORMATS.get(suffix) or _named(survey.root, suffix, paths)
-        if named:
-            kinds.append((len(paths), named, paths[0]))
+        known = (*_FORMATS[suffix], paths[0]) if suffix in _FORMATS else None
+        if named := known or _named(survey.root, suffix, paths):
+            kinds.append((len(paths), named))
     if not kinds:
         return ""
-    number, (what, repair), example = max(kinds)
+    number, (what, repair, example) = max(kinds)
     return f"{counted(number, 'file', 'files')} with {what} ({example}); {repair}"
 
 
-def _named(folder: Path, suffix: str, paths: list[str]) -> tuple[str, str] | None:
-    """What files of a suffix that many formats share are; None if nobody knows."""
+def _named(folder: Path, suffix: str, paths: list[str]) -> tuple[str, str, str] | None:
+    """What files of a suffix that many formats share are, and one of them; None: nobody knows."""
     tell = _TELLERS.get(suffix)
     for path in spread(paths, _OPENED) if tell else ():
         with suppress(OSError), open(folder / path, "rb") as file:
             if found := tell(file.read(_SNIFFED_BYTES)):
-                return found
+                return *found, path
     return None
 
 
@@ -173,10 +175,13 @@ def _of_xml(text: bytes) -> tuple[str, str] | None:
 
 def _of_text(text: bytes) -> tuple[str, str] | None:
     lines = [line for line in text.splitlines() if line.strip()][:20]
-    if lines and all(re.fullmatch(_POINTS + rb"{4,5}\s*", line) for line in lines):
+    are_parts = any(b"." in line for line in lines)  # 0 and 1 alone are none
+    if are_parts and all(re.fullmatch(_POINTS + rb"{4,5}\s*", line) for line in lines):
         return "boxes of YOLO", _BOXES
-    if lines and all(re.fullmatch(_POINTS + rb"{6,}\s*", line) for line in lines):
+    if are_parts and all(re.fullmatch(_POINTS + rb"{6,}\s*", line) for line in lines):
         return "outlines of YOLO", "add its data.yaml, or one with `names: [first, second]`"
+    if lines and all(re.fullmatch(_MATRIX, line) for line in lines):
+        return "matrices of integers as text", f"numpy.loadtxt reads them: {_AS_PNG}, 255 for -1"
     return None
 
 
