@@ -91,7 +91,22 @@ COCO = {
     ],
     "categories": [{"id": 1, "name": "cat"}],
 }
+
+
+def parts_of_people(folder):
+    """Two people in each image, and a file for each, which shows three classes."""
+    for i, _, classes in images_in(folder, "images/{i:04}.jpg"):
+        for k in range(2):
+            half = np.arange(80) // 40 == k
+            save(folder / f"annotations/{i:04}_02_{k + 1:02}.png", np.where(half, classes, 0))
+
+
 OTHER_TASKS = {
+    "people": (
+        parts_of_people,
+        "annotations/0000_02_01.png: perhaps a file for each object: masks of one class are read "
+        "from a folder for each image (masks/0000/1.png); lay those of several classes together",
+    ),
     "matrices": (
         beside("labels/{i}.regions.txt", b"0 1 1 0 0 1 1 0\n" * 9),
         "6 files with matrices of integers as text (labels/0.regions.txt); numpy.loadtxt reads",

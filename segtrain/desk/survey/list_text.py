@@ -17,7 +17,7 @@ OTHER_FOLDS = "--val FILE names other images"
 
 
 class ListRow(NamedTuple):
-    """A line or an entry; text: all of it, as a name may have blanks and commas.
+    """A line or an entry; text: all of it, as a name may have blanks and commas; "" of a table.
 
     split: train, val or test, if the file says it for this row. line: from 1; None in JSON, YAML
     and XML, where rows are no lines.
@@ -45,7 +45,9 @@ def text_list(text: str, *, is_table: bool) -> ListFile:
     rows = list(_rows_of(text))
     if not (rows and _is_header(rows[0], is_table=is_table)):
         return ListFile(tuple(rows))
-    header, rows = rows[0].cells, rows[1:]
+    header = rows[0].cells
+    # The whole line of a table is no name, though it ends as its last cell does.
+    rows = [x._replace(text="") if len(x.cells) == len(header) > 1 else x for x in rows[1:]]
     says = (j for j, cell in enumerate(header) if not SPLIT_COLUMNS.isdisjoint(words_of(cell)))
     column = next(says, None)
     if column is None:

@@ -106,7 +106,7 @@ def named_images(file: ListFile, names: ImageNames) -> list[Sequence[int]]:
             break
     if not number:  # a log, or points of a cloud
         return [()] * len(file.rows)
-    return [_of_row(file, row, column, names, sequences=sequences) for row in file.rows]
+    return [_of_row(row, column, names, sequences=sequences) for row in file.rows]
 
 
 def _best_column(
@@ -114,19 +114,16 @@ def _best_column(
 ) -> tuple[int, int]:
     """The column in which the most rows of the sample name images, and how many do."""
     counts = {
-        column: sum(bool(_of_row(file, row, column, names, sequences=sequences)) for row in sample)
+        column: sum(bool(_of_row(row, column, names, sequences=sequences)) for row in sample)
         for column in columns_of(file)
     }
     return max(counts.items(), key=lambda item: item[1], default=(0, 0))
 
 
-def _of_row(
-    file: ListFile, row: ListRow, column: int, names: ImageNames, *, sequences: bool
-) -> Sequence[int]:
+def _of_row(row: ListRow, column: int, names: ImageNames, *, sequences: bool) -> Sequence[int]:
     """The image or the sequence that a row names in this column."""
-    # The whole line first: names may have blanks. Of a table it ends as its last cell does.
-    whole = [] if len(row.cells) == len(file.header) > 1 else [row.text]
-    texts = [x for x in (*whole, *row.cells[column : column + 1]) if x]
+    # The whole line first: names may have blanks.
+    texts = [x for x in (row.text, *row.cells[column : column + 1]) if x]
     for text in texts:
         if (i := names.one(text)) is not None:
             return (i,)

@@ -91,6 +91,7 @@ def checked(survey: Survey, wanted: str | None = None) -> Survey:
     if not (sets or survey.annotations or any(survey.left_out.get(x) for x in _UNPAIRED)):
         _refuse_other_task(survey, smooth)
     notes = [f"{_shown_by(smooth)}, not used"] if smooth else []
+    notes += _of_objects(survey) if not sets else []
     labelled = {path for labels in sets for path in labels.labels}
     is_lacking = any(x.path not in labelled and x.split != "test" for x in survey.images)
     # Outlines that are read are the labels of the others.
@@ -132,6 +133,20 @@ def _is_smooth(folder: Path, labels: LabelSet) -> bool:
                 small += np.count_nonzero((step > 0) & (step <= limit))
                 steps += np.count_nonzero(step)
     return small > _SMOOTH * steps > 0
+
+
+def _of_objects(survey: Survey) -> list[str]:
+    """A note on labels that go on from the names of images by numbers: 0001_04_01.png."""
+    images = {PurePosixPath(image.path).stem for image in survey.images}
+    alone = survey.left_out.get(reasons.WITHOUT_IMAGE, ())
+    begins = [re.sub(r"([_\-. ]\d+)+$", "", PurePosixPath(label).stem) for label in alone]
+    found = Counter(begin for begin in begins if begin in images)
+    if 2 * found.total() <= len(alone) or max(found.values()) < 2:
+        return []
+    label, begin = next(x for x in zip(alone, begins, strict=True) if x[1] in images)
+    what = f"{label}: perhaps a file for each object: masks of one class are read from a folder "
+    what += f"for each image (masks/{begin}/1.png); lay those of several classes together, in "
+    return [f"{what}one PNG of ids of the image's name (numpy.maximum)"]
 
 
 # Files that are no pictures
