@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from folders import COLORS, NAMES, assert_same_division, labels_of, quick_init, save, scene
 
-from segtrain.desk.survey import balance, decide
+from segtrain.desk.survey import decide, reasons
 
 # Image and label of one name; {s} is a folder of a split, or nothing.
 PAIRS = [
@@ -192,7 +192,7 @@ def test_a_drawn_folder_is_its_truth_or_is_refused_and_every_file_has_a_fate(see
     numbers = re.findall(r"(?:^|: |, )(\d+)", re.sub(r"\(.*\)", "", said))
     total, *parts = map(int, numbers)
     assert total == sum(parts) == len(files_of(tmp_path / "drawn")), said
-    assert balance.UNKNOWN not in said
+    assert reasons.UNKNOWN not in said
     assert labels.keys() <= drawn.truth.keys(), drawn.words
     assert_same_division(labels, {name: drawn.truth[name] for name in labels})
     # No image with a label is lost without a word.

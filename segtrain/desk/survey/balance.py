@@ -8,25 +8,13 @@ from itertools import chain
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from segtrain.desk.survey import reasons
 from segtrain.desk.survey.class_files import copies_of_labelled
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.list_names import unread_splits
 from segtrain.desk.survey.listings import unused_lists
 from segtrain.desk.survey.questions import Answers, Reading, UndecidedError
-from segtrain.desk.survey.reasons import (
-    OF_ANOTHER_KIND,
-    OF_SEVERAL_IMAGES,
-    OTHERS,
-    SPLIT_NAMES,
-    UNKNOWN,
-    UNLIKE,
-    UNREAD_LISTS,
-    UNUSED_ANNOTATIONS,
-    UNUSED_LISTS,
-    WITHOUT_IMAGE,
-    WITHOUT_LABEL,
-)
 from segtrain.desk.survey.splits import Splits
 from segtrain.desk.survey.survey import Survey
 from segtrain.desk.survey.wrong_folders import NOT_READ
@@ -37,22 +25,14 @@ ANNOTATIONS = "annotation files"
 USED = IMAGES, LABELS, ANNOTATIONS, LISTS, CLASSES
 # Lists, and folders of images, that a question offers: more would hide the first readings.
 _MOST_OFFERED = 3
-# What images are of that have no split, or are in none of the lists that give one.
 # What may be meant as data, by the word that --leave-out has for it.
 _COULD_BE_DATA = {
-    WITHOUT_LABEL: "images",
-    WITHOUT_IMAGE: "labels",
-    OF_SEVERAL_IMAGES: "labels",
-    UNLIKE: "labels",
-    UNUSED_LISTS: "lists",
-    UNREAD_LISTS: "lists",
-}
-_ONE = {
-    IMAGES: "image",
-    LABELS: "label",
-    ANNOTATIONS: "annotation file",
-    LISTS: "list",
-    CLASSES: "class table",
+    reasons.WITHOUT_LABEL: "images",
+    reasons.WITHOUT_IMAGE: "labels",
+    reasons.OF_SEVERAL_IMAGES: "labels",
+    reasons.UNLIKE: "labels",
+    reasons.UNUSED_LISTS: "lists",
+    reasons.UNREAD_LISTS: "lists",
 }
 
 
@@ -70,13 +50,13 @@ class Balance(NamedTuple):
         """The numbers, on one line: they add up to the files of the folder."""
         total = len(self.used) + len(self.left_out)
         parts = [
-            counted(number, _ONE[kind], kind)
+            counted(number, kind.removesuffix("s"), kind)
             for kind in USED
             if (number := sum(fate == kind for fate in self.used.values()))
         ]
         if self.left_out:
-            reasons = Counter(self.left_out.values())
-            why = ", ".join(f"{reason}: {number}" for reason, number in reasons.items())
+            numbers = Counter(self.left_out.values())
+            why = ", ".join(f"{reason}: {number}" for reason, number in numbers.items())
             parts.append(f"{len(self.left_out)} left out ({why})")
         return f"{counted(total, 'file', 'files')}: {', '.join(parts)}"
 
@@ -119,18 +99,19 @@ def _reasons(survey: Survey, labels: LabelSet) -> Iterator[tuple[str, Iterable[s
         # A split to evaluate on is often published without labels.
         is_hidden = image.split == "test" or (image.split == "val" and "val" not in with_labels)
         is_alone = image.path not in labels.labels and not is_hidden
-        of_split = f"of {SPLIT_NAMES.get(image.split, image.split)}"
-        yield WITHOUT_LABEL if is_alone else f"images {of_split}", image.files
+        of_split = f"of {reasons.SPLIT_NAMES.get(image.split, image.split)}"
+        yield reasons.WITHOUT_LABEL if is_alone else f"images {of_split}", image.files
         if labels.kind != "annotations":
             yield f"labels {of_split}", labels.labels.get(image.path, ())
     for other in survey.sets:
-        yield OF_ANOTHER_KIND, chain.from_iterable(other.labels.values())
+        yield reasons.OF_ANOTHER_KIND, chain.from_iterable(other.labels.values())
     yield from survey.left_out.items()
     outlines = chain.from_iterable(survey.annotations.values())
-    yield UNUSED_ANNOTATIONS, (file.relative_to(survey.root).as_posix() for file in outlines)
+    paths = (file.relative_to(survey.root).as_posix() for file in outlines)
+    yield reasons.UNUSED_ANNOTATIONS, paths
     # All files of the folder: those without a reason so far.
-    yield UNKNOWN, survey.pictures
-    yield OTHERS, survey.others
+    yield reasons.UNKNOWN, survey.pictures
+    yield reasons.OTHERS, survey.others
 
 
 def check_left_out(found: Balance, survey: Survey, labels: LabelSet, answers: Answers) -> None:
@@ -146,15 +127,15 @@ def check_left_out(found: Balance, survey: Survey, labels: LabelSet, answers: An
     what = "; ".join(f"{why} ({len(x)}): {first_of(x, 3)}" for why, x in by_reason.items())
     words = {_COULD_BE_DATA[reason] for reason in by_reason} | answers.leave_out
     readings = [Reading("left out, and no data", _option(words))]
-    if WITHOUT_LABEL in by_reason:
+    if reasons.WITHOUT_LABEL in by_reason:
         # An image without a label may show nothing: then it teaches what the background is. But
         # not where labels are there, and only whose they are is open.
-        is_open = answers.missing is None and OF_SEVERAL_IMAGES not in by_reason
+        is_open = answers.missing is None and reasons.OF_SEVERAL_IMAGES not in by_reason
         if is_open and labels.has_background:
             empty = "images without a label show background alone"
             also = _option(words - {"images"})
             readings.append(Reading(empty, f"--missing background {also}".strip()))
-            if folders := _empty_folders(by_reason[WITHOUT_LABEL], labels):
+            if folders := _empty_folders(by_reason[reasons.WITHOUT_LABEL], labels):
                 option = shlex.quote(f"background:{','.join(folders)}")
                 empty = f"those of {first_of(folders)} do, and others are left out"
                 readings.append(Reading(empty, f"--missing {option} {_option(words)}"))
@@ -163,16 +144,15 @@ def check_left_out(found: Balance, survey: Survey, labels: LabelSet, answers: An
         for folder in _without_any_label(survey, labels):
             option = f"--images {shlex.quote(folder)}"
             readings.append(Reading(f"the images are in {folder}", option))
-    for path in by_reason.get(UNUSED_LISTS, [])[:_MOST_OFFERED]:
+    for path in by_reason.get(reasons.UNUSED_LISTS, [])[:_MOST_OFFERED]:
         option = f"--val {shlex.quote(str(survey.root / path))} {_option(words - {'lists'})}"
         readings.append(Reading(f"{path} names images to evaluate on", option.strip()))
     # Their labels may be in files of a format that is not read.
     notes = [note for note in survey.notes if note.startswith(NOT_READ)]
-    copies = copies_of_labelled(survey, labels).intersection(by_reason.get(WITHOUT_LABEL, ()))
+    copies = copies_of_labelled(survey, labels) & {*by_reason.get(reasons.WITHOUT_LABEL, ())}
     notes += [f"{len(copies)} of these images are copies of images with a label"] if copies else []
-    notes += ["write the names of each split into train.txt and val.txt"] * (
-        UNREAD_LISTS in by_reason
-    )
+    if reasons.UNREAD_LISTS in by_reason:
+        notes.append("write the names of each split into train.txt and val.txt")
     raise UndecidedError("; ".join([f"not used would be {what}", *notes]), readings)
 
 
@@ -186,7 +166,7 @@ def _doubtful(
         if word is None or word in answers.leave_out:
             continue
         # A picture of colours beside a label of ids says no more than this.
-        if reason == UNLIKE and survey.unlike.get(file) in labels.labels:
+        if reason == reasons.UNLIKE and survey.unlike.get(file) in labels.labels:
             continue
         by_reason[reason].append(file)
     return by_reason
@@ -198,15 +178,13 @@ def _option(words: Iterable[str]) -> str:
 
 
 def _lists(found: Balance, survey: Survey, answers: Answers) -> dict[str, list[str]]:
-    """Lists of images that are not used, or, if nothing says splits, not read, by the reason.
-
-    None where the command line says the division.
-    """
+    """Lists that are not used or not read, by the reason; none where --val says the division."""
     if "lists" in answers.leave_out or answers.val is not None:
         return {}
     unused = sorted(unused_lists(survey.root, survey.others, found.used, survey.images))
     unread = [] if survey.split_source else unread_splits(survey.others)
-    return {why: x for why, x in ((UNUSED_LISTS, unused), (UNREAD_LISTS, unread)) if x}
+    by_reason = {reasons.UNUSED_LISTS: unused, reasons.UNREAD_LISTS: unread}
+    return {why: files for why, files in by_reason.items() if files}
 
 
 def _empty_folders(without: Iterable[str], labels: LabelSet) -> list[str]:

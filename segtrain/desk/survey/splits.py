@@ -22,7 +22,6 @@ from segtrain.text import counted, first_of
 
 # Of the images that lists name: fewer without a label are no surprise.
 _MOST_WITHOUT_LABEL = 0.05
-# What the split of an image is called if no folder, or no list, says one.
 
 
 @dataclass(frozen=True)

@@ -32,15 +32,11 @@ _BOXES = f"boxes are no masks: outline the objects (CVAT, Label Studio), {_COCO}
 _AS_PNG = "save the label of each image as PNG of ids, with the name of the image"
 # Words of folders or names, and what such pictures show.
 _PICTURES = {
-    "depth": "depth maps",
-    "depths": "depth maps",
-    "disp": "disparity maps",
-    "disparity": "disparity maps",
+    **dict.fromkeys(("depth", "depths"), "depth maps"),
+    **dict.fromkeys(("disp", "disparity"), "disparity maps"),
+    **dict.fromkeys(("normal", "normals"), "surface normals"),
+    **dict.fromkeys(("heatmap", "heatmaps"), "heat maps"),
     "flow": "optical flow",
-    "normal": "surface normals",
-    "normals": "surface normals",
-    "heatmap": "heat maps",
-    "heatmaps": "heat maps",
     "saliency": "saliency maps",
 }
 # Of each suffix: what such files are, and what would help. Of others the content tells.
