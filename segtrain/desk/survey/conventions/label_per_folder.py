@@ -16,18 +16,22 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from segtrain.desk.survey.conventions.claims import OwnerClaim
-from segtrain.desk.survey.file_names import FileName
+from segtrain.desk.survey.file_names import FileName, band_words
 
 
 def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:
-    """All or none: where a label is called as no folder, or as two, names say something else."""
+    """All or none: where a label is called as no folder, or as two, names say something else.
+
+    Nor are bands of a scene images: s1/B02.tif and s1/B03.tif of labels/s1.png.
+    """
     in_folder: dict[str, list[str]] = defaultdict(list)
     folders: dict[str, set[str]] = defaultdict(set)
     for image in images:
         in_folder[image.folder].append(image.path)
         folders[PurePosixPath(image.folder).name.lower()].add(image.folder)
     places = [folders.get(label.stem, set()) for label in labels]
-    if len(labels) < 2 or any(len(place) != 1 for place in places):
+    are_bands = any(band_words(image.stem) for image in images)
+    if len(labels) < 2 or are_bands or any(len(place) != 1 for place in places):
         return OwnerClaim({})
     owners, shared = {}, {}
     for label, (folder,) in zip(labels, places, strict=True):
