@@ -542,7 +542,8 @@ def test_a_manifest_of_ground_truth_pairs_and_names_labels_whose_indices_change(
         lines.append(json.dumps(ref | {"job-ref-metadata": {"internal-color-map": shown}}))
         truth[path] = classes
     put(folder, "job/manifests/output.manifest", lines)
-    put(folder, "job/manifests/1/output.manifest", lines[:-2])
+    put(folder, "job/a/output.manifest", lines[:-2])
+    put(folder, "job/z/output.manifest", lines[:-2])
     made = folder.with_name("made")
     lab.done("init", folder, "--output", made, "--jobs", "1")
     said = re.findall(r"name: (\w+)", (made / "classes.yaml").read_text())

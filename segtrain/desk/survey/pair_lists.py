@@ -26,15 +26,13 @@ def listed_pairs(
     if not lists:
         return {}, ()
     pictures, masks = _Files(images), _Files(labels)
-    label_of: dict[str, tuple[str, str]] = {}  # and the table that says it first
-    tables = []
+    label_of: dict[str, tuple[str, str]] = {}  # and the table that says it
     for path in lists:
         file = read_list(folder / path)
         pairs = list(_pairs_of(file, pictures, masks))
         is_list = is_called_list(path) or said_split(path) is not None
         if not is_list and len(pairs) < max(2, len(file.rows) / 2):
             continue  # it is about something else
-        tables += [path] if pairs else []
         for image, label in pairs:
             before, where = label_of.setdefault(image, (label, path))
             if before != label:
@@ -42,7 +40,8 @@ def listed_pairs(
                     f"{folder}: {image} has the label {before} in {where} and {label} in {path}; "
                     "keep the list that is right"
                 )
-    return {image: label for image, (label, _) in label_of.items()}, tuple(sorted(tables))
+    tables = sorted({where for _, where in label_of.values()})
+    return {image: label for image, (label, _) in label_of.items()}, tuple(tables)
 
 
 def _pairs_of(file: ListFile, pictures: "_Files", masks: "_Files") -> Iterator[tuple[str, str]]:

@@ -49,7 +49,7 @@ class Survey:
     equal_sets: Mapping[frozenset[str], Mapping[int, Color]]  # as `equal_sets` has them
     legends: tuple[Legend, ...]
     facts: Mapping[str, ImageFacts]  # of a sample of images
-    similar: frozenset[tuple[str, str]]  # images nearly alike, or of one label, by their paths
+    similar: frozenset[tuple[str, str]]  # images that are nearly alike, by their paths
     moving: bool  # whether neighbours by name are more alike than others, as frames of a video
     tiles: Mapping[str, TileBox]  # where images lie in a larger picture, by their paths
     split_source: str  # what says the splits; "" if nothing does
@@ -90,14 +90,12 @@ def survey(folder: Path, answers: Answers | None = None) -> Survey:
     left_out = _left_out(paired.names, paired.roles, read.images, paired.matches)
     left_out[reasons.NOT_CHOSEN] = paired.not_chosen
     # 4. Splits: of lists or folders, and which images are alike or overlap.
-    annotations, labels = detect(folder), read.matches.labels
+    annotations = detect(folder)
     if isinstance(answers.val, str):  # a fraction is for later
         given = with_val_list(folder, read.images, lists, Path(answers.val))
     else:  # outlines may be the labels of any image
-        given = with_splits(folder, read.images, lists, () if annotations else labels)
+        given = with_splits(folder, read.images, lists, () if annotations else read.matches.labels)
     similar, moving = similar_images(folder, given.images)
-    last = {file: image for image, files in labels.items() for file in files}
-    similar |= {(x, last[f]) for x, files in labels.items() for f in files if x != last[f]}
     # 5. Label sets: the labels of each kind, and what is no data.
     sets = _label_sets(folder, paired, read.matches, samples, answers)
     unlike = [x for x in paired.names if x.path in {*left_out[reasons.UNLIKE]}]
