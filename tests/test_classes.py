@@ -136,7 +136,10 @@ def test_a_checkpoint_keeps_further_colors_and_no_key_that_is_unused():
     ("name", "said"),
     [
         ("cityscape", r"named 'cityscape'; did you mean cityscapes\?$"),
-        ("zzz", "expected one of ade20k, camvid, camvid_colors, cityscapes, street_scenes, voc, or a path"),
+        (
+            "zzz",
+            "expected one of ade20k, camvid, camvid_colors, cityscapes, street_scenes, voc, or a",
+        ),
         ("TMP/zebra.yaml", r"data\.classes: .*zebra\.yaml: cannot be read: no such file"),
     ],
 )

@@ -30,7 +30,7 @@ READMES = [
     *ROOT.glob("tools/*/**/README.md"),
 ]
 
-# In this order, in one folder that holds my_data/, photos/, photo.jpg, drive.mp4 and configs/photos.
+# In this order, in one folder with my_data/, photos/, photo.jpg, drive.mp4 and configs/photos.
 RUN = """
 segtrain config list
 segtrain config show cityscapes_pspnet_r50
