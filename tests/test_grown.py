@@ -1,10 +1,13 @@
 """`segtrain init --like`: what was evaluated on stays so when a folder has grown."""
 
+from pathlib import Path
 from zlib import crc32
 
 import numpy as np
 from folders import save, scene
 from test_init import no_network
+
+from segtrain.desk.commands.init import config_of, write_experiment
 
 __all__ = ["no_network"]  # a fixture
 
@@ -131,3 +134,22 @@ def test_what_divides_nothing_here_is_refused(tmp_path, lab):
     listed = one / "val.txt"
     listed.write_text(listed.read_text().replace(".png\t", ".png#xywh=0,0,32,32\t"))
     assert "expected some to train and some to evaluate on" in lab.refused(*command, one)
+
+
+def test_a_training_of_a_folder_that_has_grown_names_what_it_does_not_use(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    data = tmp_path / "data"
+    add(data, numbers(0, 10))
+    save(data / "images/alone.png", scene(1)[0])
+    answers = {"leave_out": frozenset({"images"})}
+    config = write_experiment(data, Path("data_segtrain"), **answers)
+    assert config_of(data, may_write=True) == config
+    assert "newer" not in capsys.readouterr().out
+    add(data, [new := numbers(10, 11)[0]])
+    config_of(data, may_write=True)
+    said = capsys.readouterr().out
+    names = f"images/{new}.png, masks/{new}.png"
+    assert f"2 pictures are newer than it, and in none of its lists: {names}" in said
+    assert "--like data_segtrain --output OTHER" in said

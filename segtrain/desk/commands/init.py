@@ -101,6 +101,7 @@ def config_of(folder: Path, *, may_write: bool) -> Path:
             others = f"{printable(made)}: is of {printable(root)}, and not of {printable(folder)}"
             again = f"segtrain init {shlex.quote(str(folder))} --output OTHER"
             raise ConfigError(f"{others}; {again} makes one of this folder")
+        _say_unlisted(made, folder)
         return made
     if any(folder.glob(READINGS)):
         raise ConfigError(f"{folder}: segtrain init stopped here with a question; answer it there")
@@ -109,6 +110,15 @@ def config_of(folder: Path, *, may_write: bool) -> Path:
     config = write_experiment(folder)
     say_written(config.parent)
     return config
+
+
+def _say_unlisted(config: Path, folder: Path) -> None:
+    from segtrain.desk.survey.grown import unlisted
+
+    if new := unlisted(config, folder):
+        like = f"segtrain init {shlex.quote(str(folder))} --like {shlex.quote(str(config.parent))}"
+        what = f"{len(new)} pictures are newer than it, and in none of its lists: {first_of(new)}"
+        print(f"warning: {printable(config)}: {what}; {like} --output OTHER takes them in")
 
 
 def write_experiment(

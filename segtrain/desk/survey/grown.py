@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from segtrain.config import load_config
+from segtrain.data.read.find import IMAGE_SUFFIXES
 from segtrain.data.read.lists import listed_images
 from segtrain.desk.survey.groupings import Groups, groupings, shared_pixels
 from segtrain.desk.survey.image_kinds import Image
@@ -57,6 +58,20 @@ def continued(
     what = f"{len(lost)} of {len(old)} images have no label or are gone: {first_of(lost, 3)}"
     gone = f"{option}: {what}; an image under another name counts as new, on either side"
     return train, val, reason, [gone] if lost else []
+
+
+def unlisted(config: Path, folder: Path) -> list[str]:
+    """Pictures below `folder` that came after `config` was written: labels and images alike.
+
+    By the time at which a file got its place there. Those that were left out then are older.
+    """
+    written_ns, found = config.stat().st_mtime_ns, []
+    for path in folder.rglob("*"):
+        if path.suffix.lower() in IMAGE_SUFFIXES and path.stat().st_ctime_ns > written_ns:
+            found.append(path.relative_to(folder).as_posix())
+    if not found or load_config(config).data.layout != "list":
+        return []
+    return sorted({*found} - {path.partition("#xywh=")[0] for path in _sides_in(config.parent)})
 
 
 def _sides_in(experiment: Path) -> Sides:
