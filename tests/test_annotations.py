@@ -433,6 +433,31 @@ def test_numbers_of_classes_in_a_table_stay_and_images_without_runs_are_backgrou
     assert np.array_equal(labels["train/b.png"], MASKS["bar"])
 
 
+def test_a_table_of_ids_and_runs_names_images_without_their_suffix(tmp_path):
+    image(tmp_path / "train/41.png")
+    rle_table(tmp_path, [f"41,lung,{numbered(MASKS['ell'])}"], "id,organ,rle")
+    found, labels = read(tmp_path)
+    assert found.classes == ("background", "class_1")
+    assert np.array_equal(labels["train/41.png"], MASKS["ell"])
+
+
+def test_a_file_of_which_no_image_is_here_is_left_out_beside_one_of_images_that_are(tmp_path):
+    """As a second list of pictures that were not downloaded; of two here one is missing."""
+    image(tmp_path / "a.png")
+    coco(tmp_path, "a.png")
+    gone = [{"id": i, "file_name": f"gone/{i}.png", "height": H, "width": W} for i in range(2)]
+    (tmp_path / "more").mkdir()
+    path = coco(tmp_path / "more", images=[*gone, gone[0] | {"id": 7, "file_name": "gone/7.png"}])
+    found, labels = read(tmp_path)
+    assert labels.keys() == {"a.png"}
+    assert f"{path}: left out: none of its 3 images is here" in found.notes
+    gone[1]["file_name"] = "b.png"
+    image(tmp_path / "b.png")
+    coco(tmp_path / "more", images=[*gone, gone[0] | {"id": 7, "file_name": "gone/7.png"}])
+    with pytest.raises(DataError, match=r"gone/0\.png, gone/7\.png: no such image"):
+        read(tmp_path)
+
+
 def test_polygons_of_supervisely_have_holes_and_vertices_in_the_middle_of_pixels(tmp_path):
     """Points and lines have no area; the order of the classes is that of meta.json."""
     for folder in ("ds", "ds2"):
@@ -535,6 +560,7 @@ def test_images_without_regions_and_upright_rectangles_are_noted(tmp_path):
         (["x/a.png"], "../x/a.png", "", "x/a.png"),
         (["a 1(x).png"], "upload/0a1b2c3d-a_1x.png", "", "a 1(x).png"),
         (["a 1.png", "a_1.png"], "a_1.png", "", "a_1.png"),
+        (["x/41.png", "x/41.png.png"], "41", "", "x/41.png"),
         (["train/a.png", "val/a.png"], "train/a.png", "", "train/a.png"),
         (["train/a.png", "val/a.png"], "a.png", "val", "val/a.png"),
         (["train/a.png", "val/a.png"], "a.png", "annotations/instances_val", "val/a.png"),
@@ -667,7 +693,7 @@ BROKEN = [
     (rle_table, {"lines": ["a.png_0,1 5"]}, "train.csv:2: class 0 has pixels"),
     (rle_table, {"lines": ["a.png_999999999,1 5"]}, "class 999999999: at most 254"),
     (rle_table, {"header": "ImageId,Image,EncodedPixels"}, "ImageId and Image: keep one of these"),
-    (rle_table, {"header": "id,EncodedPixels"}, "expected the columns ImageId,ClassId,EncodedP"),
+    (rle_table, {"header": "name,EncodedPixels"}, "expected the columns ImageId,ClassId,EncodedP"),
 ]
 
 

@@ -351,6 +351,29 @@ def test_a_smaller_area_lies_on_a_larger_one(folder, init, label):
     assert re.search(rf"^  liver +{liver:.2%} +6$", said, re.M)
 
 
+@pytest.mark.parametrize(("number", "is_asked"), [(2, True), (4, False)])
+def test_masks_that_few_images_have_on_the_area_of_others_are_asked_about(
+    folder, init, asked, number, is_asked
+):
+    """A tumour is a class, a region of interest on a lesion is none."""
+    truth = {}
+    for i, path, _ in images_in(folder, "images/s{i:02}.png", 8):
+        lesion, region = disc(i, 20), disc(i, 5)
+        save(folder / f"masks/s{i:02}_lesion.png", mask_of(lesion))
+        if i < number:
+            save(folder / f"masks/s{i:02}_region.png", mask_of(region))
+        truth[path] = lesion + (lesion & region & (i < number)).astype(np.uint8)
+    if is_asked:
+        said = asked()
+        assert "few images have masks of region (2 images), which lie on others: classes?" in said
+        found, _ = init("--names", "lesion", "--leave-out", "labels")
+        assert_labels(found, {path: (x > 0).astype(np.uint8) for path, x in truth.items()})
+        found, _ = init("--names", "lesion,region")
+    else:
+        found, _ = init()
+    assert_labels(found, truth)
+
+
 def test_a_class_of_which_nothing_is_left_is_refused(folder, refused):
     for i, _, _ in images_in(folder, "images/s{i:02}.png"):
         parts = {"left": disc(i) & (np.arange(80) < 40), "right": disc(i) & (np.arange(80) >= 40)}

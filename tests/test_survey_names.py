@@ -350,6 +350,8 @@ def test_other_files_are_no_lists_of_classes(tmp_path, name, text):
     [
         *((x, True) for x in ("void", "Un-labelled", "don't care", "out of ROI", "not labeled")),
         *((x, True) for x in ("background/unlabelled", "ignore_region", "unclassified")),
+        *((x, True) for x in ("Unlabeled", "not labelled", "unlabelled area", "Ignored")),
+        ("Unlabeled litter", False),
         *((x, False) for x in ("background", "avoid", "road/sidewalk", "outside wall", "label")),
     ],
 )

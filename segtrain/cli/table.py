@@ -252,7 +252,8 @@ _GROUP_HELP = (
 )
 _VOLUME_HELP = "volumes stay together, in one split, whose paths have the same match or (match)"
 # What says whose a label is: `desk.survey.pairs.CONVENTIONS`, which is not imported here.
-_PAIRS = ("named", "names", "inside", "folders", "numbers", "places", "channels", "bands", "scenes")
+_PAIRS = "named", "names", "inside", "between", "folders", "numbers", "places", "channels"
+_PAIRS += "bands", "scenes"
 _BY_NAMES = "(default: sequences where the names of the images show"
 _OVERWRITE = _switch("--overwrite", "replace a file that is already there")
 

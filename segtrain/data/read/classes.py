@@ -229,13 +229,17 @@ def class_file_from_json(text: str) -> ClassFile:
     return classes
 
 
-# Without signs and blanks; unlabel: also unlabeled, unlabelled and unlabelled area.
+# Without signs and blanks. What is not labelled may be an area; unlabeled litter is litter.
 _NO_CLASS = (
     "void unknown undefined nodata noclass unannotated unclassified invalid outside "
     "outofroi outsideroi outofbounds dontcare"
 )
 _WORDS_FOR_NO_CLASS = frozenset(_NO_CLASS.split())
-_STARTS_FOR_NO_CLASS = "unlabel", "notlabel", "nolabel", "ignore"
+_NOT_LABELLED = re.compile(
+    "(un|not?)label(l?ed)?s?({0})?|ignored?({0})?".format(
+        "regions?|areas?|pixels?|parts?|objects?|class(es)?|data|voids?|label|static|rest"
+    )
+)
 
 
 def says_no_class(name: str) -> bool:
@@ -244,7 +248,7 @@ def says_no_class(name: str) -> bool:
     Also if one of several names of it does: `background/unlabelled`.
     """
     parts = (re.sub(r"[^a-z]", "", part) for part in re.split("[/|]", name.lower()))
-    return any(x in _WORDS_FOR_NO_CLASS or x.startswith(_STARTS_FOR_NO_CLASS) for x in parts)
+    return any(x in _WORDS_FOR_NO_CLASS or _NOT_LABELLED.fullmatch(x) for x in parts)
 
 
 def known_names() -> list[str]:

@@ -1,6 +1,7 @@
 """Which file an annotated image is, and whether its regions fit that file."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -37,11 +38,19 @@ def place_images(
     for file in visible_files(folder):
         if file.lower().endswith(IMAGE_SUFFIXES):
             name = file.rpartition("/")[2]
-            for key in (name, _uploaded(name)):
+            for key in (name, _uploaded(name), f"{PurePosixPath(name).stem}.*"):
                 by_name.setdefault(key, []).append(file)
     by_file: dict[str, Annotated] = {}
-    for image in images:
-        file, problem = _file_of(image, folder, by_name)
+    found = [(image, *_file_of(image, folder, by_name)) for image in images]
+    # A second file of many images, all of which were not downloaded, while others' are here.
+    here = {image.source for image, file, _ in found if file}
+    number = Counter(image.source for image, *_ in found if image.source not in here)
+    absent = {source for source, count in number.items() if here and count > 1}
+    for source in sorted(absent):
+        findings.note(source, f"left out: none of its {number[source]} images is here")
+    for image, file, problem in found:
+        if image.source in absent:
+            continue
         if problem:
             findings.refuse(image.place or image.name, problem)
         elif file in by_file:
@@ -78,8 +87,15 @@ def _file_of(image: Annotated, folder: Path, by_name: dict[str, list[str]]) -> t
     parts = [x for x in PurePosixPath(image.name.replace("\\", "/")).parts if x not in "/.."]
     base = parts[-1] if parts else ""
     own = _UPLOAD.sub("", base)
-    # As it is called, without the digits of an upload, or as Label Studio has stored it.
-    named = by_name.get(base) or by_name.get(own) or by_name.get(_uploaded(own), [])
+    # As it is called, without the digits of an upload, or as Label Studio has stored it; tables
+    # leave the suffix out.
+    keys = (
+        base,
+        own,
+        _uploaded(own),
+        *([] if own.lower().endswith(IMAGE_SUFFIXES) else [f"{own}.*"]),
+    )
+    named = next((by_name[key] for key in keys if key in by_name), [])
     files = [file for file in named if _is_end(parts[:-1], file.split("/")[:-1])]
     ranks = [_nearness(folder / file, image.source) for file in files]
     best = [file for file, rank in zip(files, ranks, strict=True) if rank == max(ranks)]

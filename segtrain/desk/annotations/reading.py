@@ -101,7 +101,11 @@ FORMATS: dict[str, AnnotationFormat] = {
     ),
     "YOLO": AnnotationFormat((".yaml", ".yml"), rb"(.*\n)?names\s*:", yolo.read, "area"),
     "RLE table": AnnotationFormat(
-        (".csv",), rb"(?i)[^\r\n]*\bEncodedPixels\b", rle_table.read, "area", others_are_empty=True
+        (".csv",),
+        rb"(?i)[^\r\n]*\b(EncodedPixels|rle)\b",
+        rle_table.read,
+        "area",
+        others_are_empty=True,
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Run lengths in a table, as sets of Kaggle have them: `ImageId,ClassId,EncodedPixels`.
+"""Run lengths in a table, as sets of Kaggle have them: `ImageId,ClassId,EncodedPixels`, `id,rle`.
 
 A line has pairs of start and length for a class of an image, or for one object of it. Pixels are
 numbered down the columns, from 1. Image and class may also share a column: `a.jpg_3`.
@@ -15,7 +15,7 @@ from segtrain.types import IGNORE_INDEX
 
 _IMAGE, _CLASS = r"image(_?id)?", r"class(_?(id|name))?|label"
 _BOTH = f"{_IMAGE}_({_CLASS})"
-_KINDS = {"image": _IMAGE, "class": _CLASS, "both": _BOTH, "pixels": "encodedpixels"}
+_KINDS = {"image": _IMAGE, "class": _CLASS, "both": _BOTH, "pixels": "encodedpixels|rle"}
 # The last is a table of one class.
 _TABLES = ({"image", "class", "pixels"}, {"both", "pixels"}, {"image", "pixels"})
 
@@ -53,6 +53,8 @@ def _lines(path: Path, findings: Findings) -> list[tuple[str, Region]]:
         for kind, pattern in _KINDS.items():
             if re.fullmatch(pattern, name.lower()) and columns.setdefault(kind, i) != i:
                 raise ValueError(f"{header[columns[kind]]} and {name}: keep one of these columns")
+    if not {"image", "both"} & columns.keys() and "id" in (words := [x.lower() for x in header]):
+        columns["image"] = words.index("id")
     if set(columns) not in _TABLES:
         raise ValueError("expected the columns ImageId,ClassId,EncodedPixels")
     lines = []

@@ -198,9 +198,9 @@ def _beside_the_image(label: FileName, image: FileName) -> str:
         return ""
     stem = PurePosixPath(label.path).stem
     found = _found_name(stem, image)
-    rest = _as_a_whole(found).sub("_", stem, count=1)
-    # Of gt_tile_3 and img_tile_3, tile says nothing of the label.
-    said = {*words_of(image.stem)} if found != image.stem else set()
+    rest, times = _as_a_whole(found).subn("_", stem, count=1)
+    # Of gt_tile_3 and img_tile_3, tile says nothing of the label, nor um of um_road_3 and um_3.
+    said = {*words_of(image.stem)} if found != image.stem or not times else set()
     # A letter behind a digit, as in 3f2a, is of a hash; numbers behind words count objects.
     parts = (x for x in re.split(r"[_\-. ()]+", rest) if not re.search(r"\d[A-Za-z]", x))
     words = (re.sub(r"\d", "", part) for part in parts)

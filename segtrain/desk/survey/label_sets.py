@@ -61,11 +61,18 @@ def label_sets(
         yield _together(alike, words, names)
         sets = {key: by_image for key, by_image in sets.items() if key not in binary}
     shown = {key: _pattern(key, by_image, names) for key, by_image in sets.items()}
-    count = Counter(shown.values())
+    # Where folders of splits or scenes tell sets apart, they are shown; where a word in the midst
+    # of names does, as road of um_road_1, it stands in the star.
+    shown |= {key: _whole_pattern(sets[key], names) for key in _of_several(shown)}
+    shown |= {key: shown[key].replace("*", f"*{key.word}*") for key in _of_several(shown)}
     for key, by_image in sets.items():
-        # Where folders of splits or scenes tell sets apart, they are shown.
-        whole = shown[key] if count[shown[key]] == 1 else _whole_pattern(by_image, names)
-        yield _of_one_kind(whole, by_image, samples[key])
+        yield _of_one_kind(shown[key], by_image, samples[key])
+
+
+def _of_several(shown: Mapping[LabelWords, str]) -> list[LabelWords]:
+    """The sets whose patterns others have, too."""
+    count = Counter(shown.values())
+    return [key for key, pattern in shown.items() if count[pattern] > 1]
 
 
 def _of_alike_places(sets: Mapping[LabelWords, _ByImage]) -> dict[LabelWords, _ByImage]:

@@ -15,6 +15,7 @@ from segtrain.desk.survey.conventions import (
     label_per_folder,
     name_inside,
     numbered_channels,
+    word_inside,
 )
 from segtrain.desk.survey.conventions.claims import OwnerClaim
 from segtrain.desk.survey.file_names import LABEL_WORDS, FileName, words_of
@@ -35,6 +36,7 @@ class Convention(NamedTuple):
 CONVENTIONS = {
     "names": Convention(equal_names, "image and label have one name"),
     "inside": Convention(name_inside, "the name of the image begins or ends that of the label"),
+    "between": Convention(word_inside, "the name of the label has one word more in its midst"),
     "folders": Convention(folder_per_image, "a folder of labels is called as its image"),
     "numbers": Convention(equal_numbers, "image and label have one number"),
     "places": Convention(folder_around_both, "an image and its labels lie in one folder"),

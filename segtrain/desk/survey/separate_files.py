@@ -6,11 +6,15 @@ from collections.abc import Sequence
 
 from segtrain.desk.survey.class_table import Class, Classes
 from segtrain.desk.survey.label_set import LabelSet
-from segtrain.desk.survey.questions import Answers
+from segtrain.desk.survey.questions import Answers, Reading, UndecidedError, names_option
 from segtrain.desk.survey.survey import Survey
 from segtrain.errors import ConfigError, DataError, refuse_unused
 from segtrain.text import counted, first_of
 from segtrain.types import IGNORE_INDEX
+
+# Of the images: how many have a mask of a part at most, and of the whole at least; and of a part's
+# pixels, how many lie on others.
+_FEW, _NEARLY_ALL = 0.25, 0.9
 
 
 def classes_of_files(survey: Survey, labels: LabelSet, answers: Answers) -> Classes:
@@ -33,6 +37,8 @@ def classes_of_files(survey: Survey, labels: LabelSet, answers: Answers) -> Clas
     is_one = labels.is_one_class
     if labels.overlapping:
         return _overlapping(survey, labels, kept[1:], answers)
+    if answers.names is None:
+        _ask_about_parts(labels, kept[1:])
     if answers.names is not None and is_one:
         # --names lesion is short for background,lesion.
         given = answers.names if len(answers.names) > 1 else ("background", *answers.names)
@@ -70,6 +76,36 @@ def classes_of_files(survey: Survey, labels: LabelSet, answers: Answers) -> Clas
         tuple(reasons),
         ignored_names={i: labels.classes[i - 1] for i in without},
         ignored_pixels=sum(labels.values[i].pixels for i in without if i in labels.values),
+    )
+
+
+def _ask_about_parts(labels: LabelSet, shown: Sequence[int]) -> None:
+    """Asks about masks that few images have, on the area of one that nearly all have.
+
+    A tumour on its organ is a class; a region of interest on a lesion is none.
+    """
+    files = Counter(
+        k for own in labels.labels.values() for k in {labels.class_of.get(x) for x in own}
+    )
+    most, few = _NEARLY_ALL * len(labels.labels), _FEW * len(labels.labels)
+    parts = [
+        k
+        for k in shown
+        if files[k] <= few and labels.claimed >= _NEARLY_ALL * labels.values[k].pixels
+    ]
+    if not parts or not any(files[k] >= most for k in shown):
+        return
+    names = [labels.classes[k - 1] for k in shown]
+    others = [labels.classes[k - 1] for k in shown if k not in parts]
+    counts = first_of(
+        [f"{labels.classes[k - 1]} ({counted(files[k], 'image', 'images')})" for k in parts]
+    )
+    raise UndecidedError(
+        f"{labels.pattern}: few images have masks of {counts}, which lie on others: classes?",
+        [
+            Reading("classes of their own", names_option(names)),
+            Reading("no data", f"{names_option(others)} --leave-out labels"),
+        ],
     )
 
 
