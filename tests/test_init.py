@@ -713,6 +713,11 @@ def test_a_threshold_of_ids_colours_and_a_folder_of_volumes_are_refused(folder, 
     (volumes / "scan.nii.gz").write_bytes(b"x")
     said = lab.refused("init", volumes, "--output", lab.folder / "m", code=3)
     assert f"of volumes segtrain data import {volumes} makes slices" in said
+    tables = lab.folder / "tables"
+    tables.mkdir()
+    (tables / "train-00000.parquet").write_bytes(b"PAR1")
+    said = lab.refused("init", tables, "--output", lab.folder / "none", code=3)
+    assert "found 1 .parquet; write each image of such a file as JPEG or PNG, and its" in said
 
 
 def test_jpegs_that_are_damaged_in_the_middle_are_named(folder, lab):

@@ -38,6 +38,9 @@ from segtrain.errors import ConfigError, DataError
 from segtrain.files import os_errors_as, walk
 from segtrain.text import first_of
 
+# Files that may hold all images and labels.
+_PACKED = {".parquet", ".arrow", ".tfrecord", ".h5", ".hdf5", ".mat", ".zarr"}
+
 
 @dataclass(frozen=True)
 class Survey:
@@ -220,6 +223,8 @@ def _files(folder: Path) -> tuple[list[str], list[str]]:
         kinds = ", ".join(f"{n} {suffix or 'without suffix'}" for suffix, n in most)
         if any(path.lower().endswith((".nii", ".nii.gz", ".dcm")) for path in paths):
             kinds += f"; of volumes segtrain data import {shlex.quote(str(folder))} makes slices"
+        if _PACKED & {*suffixes.values()}:
+            kinds += "; write each image of such a file as JPEG or PNG, and its label as PNG of ids"
         raise DataError(
             f"{folder}: no images ({' '.join(image_formats.SUFFIXES)}); found {kinds or 'no files'}"
         )
