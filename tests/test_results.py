@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from experiments import contents, experiment, segtrain, train, write_config, write_data
+from scipy.stats import t, ttest_ind
 from test_tables import read_like
 
 from segtrain.commands.from_desk import write_page
@@ -378,6 +379,23 @@ def test_verdicts():
     a, b = pair(rng)
     assert verdict(compare([a], [b]), {"optim.lr"}).startswith("the choice of images explains")
     assert verdict(compare([a], [a]), {"optim.lr"}).startswith("there is no difference")
+
+
+def test_seeds_of_each_side_have_a_variance_of_their_own():
+    """Images are alike, so only seeds move a score: SciPy's t test of Welch has the interval."""
+    names = [f"{i}.png" for i in range(6)]
+    a, b = (
+        [records([right] * 6, names) for right in side] for side in ((61, 60, 62, 61), (50, 70))
+    )
+    found = compare(a, b)
+    welch = ttest_ind(found.scores[1], found.scores[0], equal_var=False).confidence_interval(0.95)
+    assert (found.recipes.low, found.recipes.high) == pytest.approx(tuple(welch), rel=1e-9)
+    # With one run a side says nothing of its own, and the other one's is taken.
+    alone = compare(a, b[:1])
+    spread = np.std(alone.scores[0], ddof=1) * np.sqrt(1 / 4 + 1)
+    assert alone.recipes.high - alone.recipes.value == pytest.approx(t.ppf(0.975, 3) * spread)
+    assert "as far as those of the other" in alone.notes[-1]
+    assert not found.notes or "as far" not in found.notes[-1]
 
 
 def test_what_cannot_be_compared_is_refused():

@@ -133,6 +133,8 @@ def compare(a: Sequence[Records], b: Sequence[Records], *, by: str | None = None
         if not math.isnan(now[1][k] - now[0][k])
     }
     seed_std, recipes = _with_seeds(value, models, scores, number)
+    if recipes and 1 in map(len, scores):
+        notes += ("seeds are taken to move the side of one run as far as those of the other",)
     # With several seeds a row has the interval of seeds and images, else that of the images.
     table = [TableRow("mIoU", scores, recipes or models)]
     for k, name in enumerate(a[0].classes):
@@ -312,26 +314,31 @@ def _with_seeds(
 ) -> tuple[float | None, Interval | None]:
     """The standard deviation of seeds, and the interval with it.
 
-    Sides share their variance, so that a side of one run can be compared. The variances of seeds
-    and images add up; the degrees of freedom are those of Welch and Satterthwaite.
+    The variances of the seeds of each side and of the images add up, with the degrees of freedom of
+    Welch and Satterthwaite. A side of one run has the variance of the other.
     """
-    freedom = sum(len(side) - 1 for side in scores)
+    freedom = [len(side) - 1 for side in scores]
     # With one run a side nothing tells how far a seed moves a score.
-    if freedom == 0 or math.isnan(models.low):
+    if sum(freedom) == 0 or math.isnan(models.low):
         return None, None
-    squares = sum(float(np.var(side)) * len(side) for side in scores)
-    variance = squares / freedom
-    of_seeds = variance * sum(1 / len(side) for side in scores)
+    squares = [float(np.var(side)) * len(side) for side in scores]
+    pooled = sum(squares) / sum(freedom)
+    # Of the mean of each side, with its degrees of freedom.
+    parts = [
+        (squared / free if free else pooled, free or sum(freedom))
+        for squared, free in zip(squares, freedom, strict=True)
+    ]
+    parts = [(variance / len(side), n) for (variance, n), side in zip(parts, scores, strict=True)]
     half = (models.high - models.low) / 2
     # Read as an interval of Student's t, which gives back the variance.
-    of_images = (half / stdtrit(number - 1, 0.5 + CONFIDENCE / 2)) ** 2
-    total = of_seeds + of_images
+    parts.append(((half / stdtrit(number - 1, 0.5 + CONFIDENCE / 2)) ** 2, number - 1))
+    total = sum(variance for variance, _ in parts)
     # Without any variance the degrees of freedom would be 0 / 0.
     if total == 0:
         return 0.0, Interval(value, value, value)
-    degrees = total**2 / (of_seeds**2 / freedom + of_images**2 / (number - 1))
+    degrees = total**2 / sum(variance**2 / n for variance, n in parts)
     wide = stdtrit(degrees, 0.5 + CONFIDENCE / 2) * math.sqrt(total)
-    return math.sqrt(variance), Interval(value, value - wide, value + wide)
+    return math.sqrt(pooled), Interval(value, value - wide, value + wide)
 
 
 def _interval(value: float, drawn: np.ndarray, number: int) -> Interval:
