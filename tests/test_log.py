@@ -204,7 +204,8 @@ def test_without_a_terminal_progress_is_a_plain_line_every_ten_seconds(monkeypat
         bar.update()
     said = capsys.readouterr()
     assert said.err == ""
-    wanted = [f"train {step}/100  loss 0.5" for step in (93, 96, 99, 100)]
+    to_go = {93: "  00:28 to go", 96: "  00:16 to go", 99: "  00:04 to go", 100: ""}
+    wanted = [f"train {step}/100  loss 0.5{left}" for step, left in to_go.items()]
     assert said.out.splitlines() == wanted
     values = {"train/loss": 0.5, "train/lr": 1e-10, "images_per_s": 3.0}
     assert progress_words(values, None) == ["loss 0.5000", "lr 1.0e-10", "3.0 img/s"]

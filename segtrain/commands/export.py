@@ -122,7 +122,14 @@ def _check_request(args: argparse.Namespace, output: Path) -> None:
     if args.quantize and args.format != "onnx":
         problems.append(f"--quantize: is for --format onnx, not for {args.format}")
     if not args.quantize and (args.images or args.max_loss is not None or args.set):
-        problems.append("--images, --max-loss, --set: no effect without --quantize")
+        given = {
+            "--images": args.images,
+            "--max-loss": args.max_loss is not None,
+            "--set": args.set,
+        }
+        options = ", ".join(option for option, value in given.items() if value)
+        other = "; --scale and --short-side resize images in the file" if args.set else ""
+        problems.append(f"{options}: no effect without --quantize{other}")
     if problems:
         raise ConfigError("\n".join(problems))
     if args.format == "onnx":
@@ -242,8 +249,12 @@ def _how_to_use(
         same = [f"eval.scales=[{args.scale or 1:g}]", "eval.mode=whole", "eval.flip=false"]
         same += [f"data.short_side_px={args.short_side}"] if args.short_side else []
         how = " ".join(f"--set {setting}" for setting in same)
+        how += (
+            "" if loaded.config.train.precision == "float32" else " --set train.precision=float32"
+        )
         yield f"the file resizes images: segtrain eval {printable(args.source)} {how} scores that"
     line = f"not in the file, done by predict: {settings.describe()}"
     if settings.short_side_px is not None and args.size is None:
-        line += f"; resize images to a short side of {settings.short_side_px} px yourself"
+        line += f"; resize images to a short side of {settings.short_side_px} px yourself, or let "
+        line += "the file do it, as predict does: --scale 1"
     yield f"{line} (metadata: short_side_px, inference)"

@@ -71,7 +71,8 @@ class ProgressBar:
         self._enabled, self._last_line = enabled, last_line
         self._what, self._total, self._done = what, total, done
         self._words: tuple[str, ...] = ()
-        self._plain_time = time.monotonic()
+        self._plain_time = self._began = time.monotonic()
+        self._first = done
 
     def __enter__(self) -> Self:
         return self
@@ -96,7 +97,12 @@ class ProgressBar:
         last = self._last_line and self._done == self._total
         if self._enabled and (late or last):
             self._plain_time = time.monotonic()
-            self._say("  ".join([f"{self._what} {self._done}/{self._total}", *self._words]))
+            words = [f"{self._what} {self._done}/{self._total}", *self._words]
+            left = self._total - self._done
+            if left and self._say is say:  # a bar tells it itself
+                each = (time.monotonic() - self._began) / (self._done - self._first)
+                words.append(f"{tqdm.format_interval(left * each)} to go")
+            self._say("  ".join(words))
 
 
 def completion(steps: int, step: int, evaluated: int) -> str:

@@ -323,12 +323,11 @@ def _with_seeds(
         return None, None
     squares = [float(np.var(side)) * len(side) for side in scores]
     pooled = sum(squares) / sum(freedom)
-    # Of the mean of each side, with its degrees of freedom.
-    parts = [
-        (squared / free if free else pooled, free or sum(freedom))
-        for squared, free in zip(squares, freedom, strict=True)
-    ]
-    parts = [(variance / len(side), n) for (variance, n), side in zip(parts, scores, strict=True)]
+    # Variances of the mean of a side, or of both, with their degrees of freedom.
+    if 0 in freedom:
+        parts = [(pooled * sum(1 / len(side) for side in scores), sum(freedom))]
+    else:
+        parts = [(x / n / (n + 1), n) for x, n in zip(squares, freedom, strict=True)]
     half = (models.high - models.low) / 2
     # Read as an interval of Student's t, which gives back the variance.
     parts.append(((half / stdtrit(number - 1, 0.5 + CONFIDENCE / 2)) ** 2, number - 1))
