@@ -249,9 +249,8 @@ def _how_to_use(
         same = [f"eval.scales=[{args.scale or 1:g}]", "eval.mode=whole", "eval.flip=false"]
         same += [f"data.short_side_px={args.short_side}"] if args.short_side else []
         how = " ".join(f"--set {setting}" for setting in same)
-        how += (
-            "" if loaded.config.train.precision == "float32" else " --set train.precision=float32"
-        )
+        if loaded.config.train.precision.endswith("float16"):  # the file is float32
+            how += " --set train.precision=float32"
         yield f"the file resizes images: segtrain eval {printable(args.source)} {how} scores that"
     line = f"not in the file, done by predict: {settings.describe()}"
     if settings.short_side_px is not None and args.size is None:
