@@ -8,14 +8,16 @@ import time
 
 import pytest
 import torch
-from experiments import fill, flip_bit
+from experiments import fill, flip_bit, unread
 from test_checkpoint import checkpoint, names
 
 from segtrain.checkpoint.format import load, save, write_temporary
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
 from segtrain.files import manifest
+from segtrain.models import build_model
 from segtrain.run.directory import RunLock
+from segtrain.training.optim.optimizer import build_optimizer, moments_bytes
 
 
 def store_in(directory, *steps):
@@ -55,14 +57,31 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(small_disk, room
 def test_free_space_is_checked_before_anything_is_written(small_disk):
     store = store_in(small_disk / "run")
     store.check_space(checkpoint(model=weights(1 << 20)))
-    with pytest.raises(ExecutionError, match=r"2 checkpoints take 6\.\d MB .* by --output"):
+    with pytest.raises(ExecutionError, match=r"2 checkpoints take, with best\.pt, 9\.\d MB .* by"):
         store.check_space(checkpoint(model=weights(3 << 20)))
     for step in (1, 2):  # the third replaces the first
-        store.save_last(checkpoint(step=step, model=weights(1 << 20)))
-    fill(small_disk, 3 << 19)
-    store.check_space(checkpoint(model=weights(1 << 20)))
-    with pytest.raises(ExecutionError, match=r"1 checkpoint takes 2\.\d MB"):
-        store.check_space(checkpoint(model=weights(1 << 21)))
+        store.save_last(checkpoint(step=step, model=weights(1 << 19)))
+    fill(small_disk, 5 << 18)
+    store.check_space(checkpoint(model=weights(1 << 19)))
+    with pytest.raises(ExecutionError, match=r"1 checkpoint takes, with best\.pt, 2\.\d MB"):
+        store.check_space(checkpoint(model=weights(1 << 20)))
+    with pytest.raises(ExecutionError, match=r"1 checkpoint takes, with best\.pt, 1\.6 MB"):
+        store.check_space(checkpoint(model=weights(1 << 19)), later_bytes=1 << 19)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "muon"])
+def test_the_room_for_moments_is_known_before_the_first_step(kind):
+    small = {"backbone": "resnet18", "num_stages": 2, "output_stride": 8, "head_channels": 8}
+    config = unread(model=small, optim={"kind": kind})
+    model = build_model(config.model, num_classes=2)
+    optimizer = build_optimizer(model, config)
+    expected = moments_bytes(optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = [x for state in optimizer.state.values() for x in state.values()]
+    assert sum(x.nbytes for x in held if torch.is_tensor(x) and x.dim()) == expected > 0
+    assert moments_bytes(optimizer) == 0
 
 
 def test_weights_that_are_not_finite_are_no_newest_checkpoint(tmp_path):

@@ -64,8 +64,7 @@ class CheckpointManager:
 
     def save_best(self, checkpoint: Checkpoint) -> None:
         """Replaces best.pt, for inference: it holds no training state."""
-        left_out = dict.fromkeys(("optimizer", "scaler", "start"))
-        self._save(BEST, checkpoint._replace(**left_out))
+        self._save(BEST, _for_inference(checkpoint))
 
     def keep(self, checkpoint: Checkpoint) -> None:
         """Writes step_N.pt and removes this run's oldest ones beyond the limit."""
@@ -155,19 +154,23 @@ class CheckpointManager:
             self._manifest = manifest.write(self.directory, entries)
         return freed
 
-    def check_space(self, checkpoint: Checkpoint) -> None:
+    def check_space(self, checkpoint: Checkpoint, *, later_bytes: int = 0) -> None:
         """Raises ExecutionError if the disk has no room for the checkpoints of a run.
 
-        These are two of this size; one, if it has two already, of which it replaces one.
+        These are two of this size, or one, if it has two already, of which it replaces one; and
+        best.pt. later_bytes: what a checkpoint will hold besides, as an optimizer after its first
+        step.
         """
         with files.os_errors_as(ExecutionError, self.directory, "cannot be used"):
             self.directory.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.directory).free / 1e6
         number = 1 if self._is_own(PREVIOUS) else 2
-        needed = number * num_bytes(checkpoint) / 1e6
+        needed = number * (num_bytes(checkpoint) + later_bytes)
+        needed += 0 if self._is_own(BEST) else num_bytes(_for_inference(checkpoint))
+        needed /= 1e6
         if free < needed:
             what = counted(number, "checkpoint takes", "checkpoints take")
-            what = f"{what} {needed:.1f} MB and the disk has {free:.1f} MB left"
+            what = f"{what}, with {BEST}, {needed:.1f} MB and the disk has {free:.1f} MB left"
             repair = "free some, or choose another disk by --output"
             raise ExecutionError(f"{self.directory}: {what}; {repair}")
 
@@ -300,3 +303,8 @@ def _stat(path: Path) -> tuple[int, ...]:
     """Numbers that change when the file is written or replaced."""
     status = path.lstat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _for_inference(checkpoint: Checkpoint) -> Checkpoint:
+    """Without what only training needs."""
+    return checkpoint._replace(**dict.fromkeys(("optimizer", "scaler", "start")))

@@ -22,6 +22,7 @@ from segtrain.task.tasks import task_of
 from segtrain.trainer import save
 from segtrain.trainer.evaluation import evaluate
 from segtrain.trainer.setup import TrainRequest, TrainRun, set_up
+from segtrain.training.optim.optimizer import moments_bytes
 from segtrain.training.receipt_meter import weights_lines
 
 
@@ -79,7 +80,8 @@ def begin(run: TrainRun) -> bool:
             lines.append("note: nothing was done: the changes above were not used and are not kept")
         run.log.lines(lines)
         return False
-    dist.run_on_rank0(lambda: run.checkpoints.check_space(save.checkpoint_of(run)))
+    saved, moments = save.checkpoint_of(run), moments_bytes(run.state.optimizer)
+    dist.run_on_rank0(lambda: run.checkpoints.check_space(saved, later_bytes=moments))
     # From here on there is something to save. A signal before ends the process at once; a rank that
     # ends from here on without another status did not end in good order.
     run.signal_flags.install()

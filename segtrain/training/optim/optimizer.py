@@ -107,6 +107,24 @@ def build_optimizer(
     return optimizer
 
 
+def moments_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """The bytes that its moments will take from the first step on; 0 if they are there.
+
+    Of an optimizer of a plugin nothing is known: 0, too.
+    """
+    total = 0
+    for group in () if optimizer.state else optimizer.param_groups:
+        number = 0
+        if isinstance(optimizer, torch.optim.SGD):
+            number = int(group["momentum"] > 0)
+        elif isinstance(optimizer, torch.optim.AdamW):
+            number = 2
+        elif type(optimizer).__name__ == "Muon":  # which takes AdamW for the other groups
+            number = 1 if group["muon"] else 2
+        total += number * sum(parameter.nbytes for parameter in group["params"])
+    return total
+
+
 def may_be_captured(model: nn.Module, config: Config, device: torch.device) -> bool:
     """Whether updates on `device` are `capturable`: no number of theirs changes with the step.
 
