@@ -527,7 +527,28 @@ def test_images_without_a_label_show_background_in_the_folders_that_are_said(
     assert_labels(init(*option.split())[0], truth)
     # Of a folder, and not of a part of its name.
     said = refused("--missing", "background:ODefect,roll", "--leave-out", "images")
-    assert "--missing background:ODefect,roll: no image without a label is there" in said
+    assert "--missing background:ODefect,roll: no folder ODefect has images; those of" in said
+    assert "label: Defect, NODefect/roll_0, " in said
+    assert "no folder roll has" in refused("--missing", "background:NODefect,roll")
+
+
+@pytest.mark.parametrize("name", ["{kind}/part_{i:03}", "{kind}/{k:03}"])
+def test_a_folder_without_labels_is_offered_as_good_parts_and_not_as_the_images(
+    folder, asked, init, name
+):
+    truth = {}
+    for i, kind in enumerate(("good", "pit", "good", "scratch") * 4):
+        pixels, classes = scene(i, num_classes=3)
+        stem = name.format(kind=kind, i=i, k=i // 4)
+        save(folder / f"images/{stem}.png", pixels)
+        truth[f"images/{stem}.png"] = classes if kind != "good" else np.zeros_like(classes)
+        if kind != "good":
+            save(folder / f"masks/{stem}_mask.png", classes)
+    said = asked()
+    assert "--images" not in said
+    option = "--missing background:images/good"
+    assert f"are asked about: {option}\n" in said
+    assert_labels(init(*option.split())[0], truth)
 
 
 @pytest.mark.parametrize(("label", "classes"), [("{k}/{i}", 3), ("{bucket}/{i:05}_{name}", 2)])

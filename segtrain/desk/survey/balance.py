@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from segtrain.desk.survey import reasons
 from segtrain.desk.survey.class_files import copies_of_labelled
+from segtrain.desk.survey.file_names import split_of
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.list_names import unread_splits
@@ -135,10 +136,15 @@ def check_left_out(found: Balance, survey: Survey, labels: LabelSet, answers: An
             empty = "images without a label show background alone"
             also = _option(words - {"images"})
             readings.append(Reading(empty, f"--missing background {also}".strip()))
-            if folders := _empty_folders(by_reason[reasons.WITHOUT_LABEL], labels):
+            folders, others = _empty_folders(by_reason[reasons.WITHOUT_LABEL], labels)
+            # Of annotations none is chosen by folders.
+            drawn = labels.kind == "annotations"
+            if folders and not drawn and (others or len(folders) <= _MOST_OFFERED):
                 option = shlex.quote(f"background:{','.join(folders)}")
-                empty = f"those of {first_of(folders)} do, and others are left out"
-                readings.append(Reading(empty, f"--missing {option} {_option(words)}"))
+                left = "others are left out" if others else "others, if any come, are asked about"
+                empty = f"those of {first_of(folders)} do, and {left}"
+                also = _option(words if others else words - {"images"})
+                readings.append(Reading(empty, f"--missing {option} {also}".strip()))
         for kind in survey.annotations if labels.kind != "annotations" else ():
             readings.append(Reading(f"{kind} has the labels", f"--labels {shlex.quote(kind)}"))
         for folder in _without_any_label(survey, labels):
@@ -187,8 +193,8 @@ def _lists(found: Balance, survey: Survey, answers: Answers) -> dict[str, list[s
     return {why: files for why, files in by_reason.items() if files}
 
 
-def _empty_folders(without: Iterable[str], labels: LabelSet) -> list[str]:
-    """Folders without any labelled image, if images without a label lie elsewhere as well.
+def _empty_folders(without: Iterable[str], labels: LabelSet) -> tuple[list[str], bool]:
+    """Folders without any labelled image, and whether images without a label lie elsewhere, too.
 
     without: images without a label. Of folders in each other it is the uppermost.
     """
@@ -197,11 +203,18 @@ def _empty_folders(without: Iterable[str], labels: LabelSet) -> list[str]:
     for path in without:
         parents = [str(x) for x in PurePosixPath(path).parents]
         found.add(next((x for x in reversed(parents) if x not in above), ""))
-    return sorted(found - {""}) if "" in found else []
+    return sorted(found - {""}), "" in found
 
 
 def _without_any_label(survey: Survey, labels: LabelSet) -> list[str]:
-    """Folders whose images have no label, though images of the same names elsewhere have one."""
+    """Folders whose images have no label, though images of the same names elsewhere have one.
+
+    None where labels lie in folders of such names as images: good/ is no version of scratch/ then.
+    """
+    for path, files in labels.labels.items():
+        own = PurePosixPath(path).parent.name
+        if not split_of(own) and any(own in PurePosixPath(file).parent.parts for file in files):
+            return []
     labelled = {(x.split, _first_word(x)) for x in survey.images if x.path in labels.labels}
     there: dict[str, list[Image]] = defaultdict(list)
     for image in survey.images:
@@ -213,6 +226,8 @@ def _without_any_label(survey: Survey, labels: LabelSet) -> list[str]:
         if folder
         and not any(x.path in labels.labels for x in images)
         and all((x.split, _first_word(x)) in labelled for x in images)
+        # `part` of part_001.png tells no image.
+        and len({(x.split, _first_word(x)) for x in images}) == len(images)
     ][:_MOST_OFFERED]
 
 

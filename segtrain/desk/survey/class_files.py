@@ -173,6 +173,12 @@ def _with_missing(survey: Survey, labels: LabelSet, in_folders: Sequence[str]) -
         is_meant = not in_folders or any(f"/{x}/" in f"/{image.path}" for x in in_folders)
         return is_meant and is_kept and is_beside and not is_copy
 
+    for folder in in_folders:
+        if not any(f"/{folder}/" in f"/{x.path}" for x in survey.images):
+            without = {x.path for x in survey.images if x.path not in labels.labels}
+            there = first_of(sorted({str(PurePosixPath(x).parent) for x in without}), 5) or "none"
+            what = f"no folder {folder} has images; those of images without a label: {there}"
+            raise ConfigError(f"--missing background:{','.join(in_folders)}: {what}")
     others = [x.path for x in survey.images if x.path not in labels.labels and is_like(x)]
     if in_folders and not others:
         shown = ",".join(in_folders)
