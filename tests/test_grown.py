@@ -4,12 +4,15 @@ from pathlib import Path
 from zlib import crc32
 
 import numpy as np
+import pytest
 from folders import save, scene
 from test_init import no_network
 
 from segtrain.desk.commands.init import config_of, write_experiment
+from segtrain.errors import ConfigError
 
 __all__ = ["no_network"]  # a fixture
+MISSING = "--missing=background:good"
 
 
 def add(folder, names, *, split=""):
@@ -153,3 +156,108 @@ def test_a_training_of_a_folder_that_has_grown_names_what_it_does_not_use(
     names = f"images/{new}.png, masks/{new}.png"
     assert f"2 pictures are newer than it, and in none of its lists: {names}" in said
     assert "--like data_segtrain --output OTHER" in said
+
+
+def parts_of_a_line(folder, kinds):
+    """Parts in folders by their defect; those of good/ have no mask."""
+    for i, kind in enumerate(kinds):
+        name = f"{kind}/part_{i:05}"
+        pixels, classes = scene(i, num_classes=3)
+        save(folder / f"images/{name}.png", pixels)
+        if kind != "good":
+            save(folder / f"masks/{name}_mask.png", classes)
+
+
+def test_classes_and_options_stay_those_of_the_experiment(tmp_path, lab):
+    data, one, two = (tmp_path / x for x in ("data", "one", "two"))
+    parts_of_a_line(data, [*("pit", "good", "scratch") * 4])
+    lab.done("init", data, "--output", one, "--names", "background,scratch,pit", MISSING)
+    first = (one / "classes.yaml").read_text()
+    like = ["init", data, "--output", two, "--like", one]
+    said = lab.refused(*like, "--names", "background,pit,scratch")
+    assert "classes are background, pit, scratch here, and background, scratch, pit in" in said
+    assert (
+        f"--names background,scratch,pit, if the labels mean what they did; else --val {one}"
+        in said
+    )
+    for names in ("background,pit,dent", "background,dent,scratch"):
+        said = lab.refused(*like, "--names", names)
+        assert f"classes are {names.replace(',', ', ')} here" in said
+    # Nothing is said anew: as before, in a line, and in the config for the next time.
+    for out in (two, tmp_path / "three"):
+        said = lab.done("init", data, "--output", out, "--like", one).out
+        assert f"of {one} --names background,scratch,pit --missing background:good\n" in said
+        assert (out / "classes.yaml").read_text().split("classes:")[1] == first.split("classes:")[1]
+        one = out
+    # The config of a run says no command: names that nobody gives are no silent class_1.
+    config = one / "config.yaml"
+    config.write_text("# segtrain\n" + config.read_text().partition("\n")[2])
+    like = ["init", data, "--output", tmp_path / "four", "--like", one]
+    said = lab.refused(*like, MISSING)
+    assert "classes are class_0, class_1, class_2 here, and background, scratch, pit in" in said
+
+
+def test_new_classes_at_the_end_are_said_and_nameless_ones_may_be_named(tmp_path, lab):
+    data, one, two = (tmp_path / x for x in ("data", "one", "two"))
+    add(data, numbers(0, 8))
+    lab.done("init", data, "--output", one)
+    for name in numbers(8, 12):
+        pixels, classes = scene(crc32(name.encode()))
+        save(data / f"images/{name}.png", pixels)
+        classes[:20] = 4
+        save(data / f"masks/{name}.png", classes)
+    said = lab.done("init", data, "--output", two, "--like", one).out
+    assert "one/classes.yaml does not have: class_4" in said
+    names = "ground,sky,road,car,tree"
+    said = lab.done(
+        "init", data, "--output", tmp_path / "three", "--like", one, "--names", names
+    ).out
+    assert "classes ground, sky, road, car, tree: " in said
+    assert "calls them class_0, class_1, class_2, class_3" in said
+    # One between the others would move the values of those behind it.
+    like = ["init", data, "--output", tmp_path / "four", "--like", one, "--names"]
+    said = lab.refused(*like, "class_0,class_1,dent,class_2,class_3")
+    assert "class_2 is 3 here, and 2 in" in said
+    # Of two names one is another class now.
+    add(data, numbers(12, 14))
+    like = ["init", data, "--output", tmp_path / "four", "--like", tmp_path / "three"]
+    lab.refused(*like, "--names", "ground,road,sky,car,tree")
+    (tmp_path / "three/classes.yaml").unlink()
+    assert "its classes are not compared" in lab.done(*like).out
+
+
+def test_a_folder_of_a_new_class_is_asked_about_where_names_are_the_old_ones(tmp_path, lab):
+    data, one, two = (tmp_path / x for x in ("data", "one", "two"))
+
+    def masks(kind, first):
+        for i in range(first, first + 6):
+            pixels, classes = scene(i, num_classes=2)
+            save(data / f"images/{kind}/{i:03}.png", pixels)
+            save(data / f"masks/{kind}/{i:03}.png", classes * np.uint8(255))
+
+    masks("pit", 0), masks("scratch", 6)
+    lab.done("init", data, "--output", one, "--names", "scratch,pit")
+    masks("dent", 12)
+    said = lab.command("init", data, "--output", two, "--like", one).err
+    assert f"files show dent, no class of --like {one}" in said
+    assert "classes, behind the others: --names scratch,pit,dent\n" in said
+    said = lab.done("init", data, "--output", two, "--like", one, "--names", "scratch,pit,dent").out
+    assert "one/classes.yaml does not have: dent" in said
+
+
+def test_half_an_experiment_is_said_to_be_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    data, made = tmp_path / "data", Path("data_segtrain")
+    add(data, numbers(0, 10))
+    config = config_of(data, may_write=True)
+    listed = (made / "train.txt").read_text()
+    path = listed.splitlines()[-1].split("\t")[0]
+    (data / path).rename(tmp_path / "away.png")
+    assert config_of(data, may_write=True) == config
+    assert f"1 images of its lists are gone: {path}; segtrain init " in capsys.readouterr().out
+    (made / "train.txt").unlink()
+    with pytest.raises(ConfigError, match=r"train.txt is missing: half an experiment; delete"):
+        config_of(data, may_write=True)
+    config.unlink()
+    with pytest.raises(ConfigError, match=r"no config.yaml: half an experiment.*delete it for seg"):
+        config_of(data, may_write=True)

@@ -101,6 +101,7 @@ def config_of(folder: Path, *, may_write: bool) -> Path:
             others = f"{printable(made)}: is of {printable(root)}, and not of {printable(folder)}"
             again = f"segtrain init {shlex.quote(str(folder))} --output OTHER"
             raise ConfigError(f"{others}; {again} makes one of this folder")
+        _check_lists(made, folder)
         _say_unlisted(made, folder)
         return made
     if any(folder.glob(READINGS)):
@@ -110,6 +111,22 @@ def config_of(folder: Path, *, may_write: bool) -> Path:
     config = write_experiment(folder)
     say_written(config.parent)
     return config
+
+
+def _check_lists(config: Path, folder: Path) -> None:
+    """ConfigError: a list of the experiment is gone. Warns where images that it names are."""
+    from segtrain.desk.survey.grown import gone_files
+
+    again = f"segtrain init {shlex.quote(str(folder))}"
+    lists, images = gone_files(config)
+    if lists:
+        what = f"{first_of(lists)} is missing: half an experiment"
+        way = f"delete {shlex.quote(str(config.parent))}, and {again} makes it anew"
+        raise ConfigError(f"{printable(config)}: {what}; {printable(way)}")
+    if images:
+        what = f"{len(images)} images of its lists are gone: {first_of(images)}"
+        like = f"{again} --like {shlex.quote(str(config.parent))} --output OTHER"
+        print(f"warning: {printable(config)}: {what}; {printable(like)} makes one without them")
 
 
 def _say_unlisted(config: Path, folder: Path) -> None:
@@ -129,13 +146,19 @@ def write_experiment(
     _claim(output, folder)
     from segtrain.desk.survey.decide import decide
     from segtrain.desk.survey.experiment_files import write_files
+    from segtrain.desk.survey.grown import options_before
     from segtrain.desk.survey.question_pictures import write_readings
     from segtrain.desk.survey.questions import Answers, UndecidedError
     from segtrain.distributed.machine import keep_freed_memory
 
     keep_freed_memory()  # file after file is read into arrays of the same size
+    before: dict[str, Any] = {}
+    if (like := answers.get("like")) and (before := options_before(like, answers)):
+        answers |= before
+        print(printable(f"options    of {_command(like, before).split(maxsplit=2)[2]}"))
     try:
-        plan, files = decide(folder, Answers(**answers), output, _machine, jobs=jobs)
+        said = Answers(**answers, taken=frozenset(before))
+        plan, files = decide(folder, said, output, _machine, jobs=jobs)
         print(printable(f"files      {files.line()}"))
         for line in _lines(plan):
             print(printable(line))
@@ -173,6 +196,11 @@ def _claim(output: Path, folder: Path) -> None:
         if not all(path.match(READINGS) for path in there):
             said = f"--like {shlex.quote(str(output))} keeps there what is evaluated on here"
             said = f", where {said}" if (output / CONFIG).exists() else ""
+            if not said:
+                what = f"has files, and no {CONFIG}: half an experiment, or no experiment"
+                again = f"segtrain init {shlex.quote(str(folder))}"
+                way = f"delete it for {printable(again)}, or name another folder by --output"
+                raise ConfigError(f"{place}: exists already; {what}; {way}")
             raise ConfigError(f"{place}: exists already; choose another folder{said}")
         for path in there:
             path.unlink()

@@ -47,7 +47,7 @@ def by_class(survey: Survey, labels: LabelSet, answers: Answers) -> LabelSet:
         labels = _with_missing(survey, labels, answers.empty_folders)
     # For one class --names is its name, which `choose_classes` takes.
     if answers.names is not None and labels.classes and not labels.is_one_class:
-        labels = _chosen(labels, answers.names)
+        labels = _chosen(labels, answers.names, answers)
     return labels if answers.task is None else _overlapping(labels)
 
 
@@ -196,8 +196,11 @@ def copies_of_labelled(survey: Survey, labels: LabelSet) -> set[str]:
     }
 
 
-def _chosen(labels: LabelSet, names: Sequence[str]) -> LabelSet:
-    """The classes that --names names, in its order; files that show what is ignored stay."""
+def _chosen(labels: LabelSet, names: Sequence[str], answers: Answers) -> LabelSet:
+    """The classes that --names names, in its order; files that show what is ignored stay.
+
+    UndecidedError: the names are those of --like, and files show other classes.
+    """
     wanted = _ordered(names)
     if unknown := [name for name in wanted if name not in labels.classes]:
         there = first_of(labels.classes, 20)
@@ -208,6 +211,15 @@ def _chosen(labels: LabelSet, names: Sequence[str]) -> LabelSet:
     # Masks of "void" and the like stay, whatever is chosen: their pixels must not become
     # background.
     kept = [*wanted, *(x for x in labels.classes if says_no_class(x) and x not in wanted)]
+    new = [x for x in labels.classes if x not in kept and x.lower() != BACKGROUND]
+    if new and "names" in answers.taken:
+        raise UndecidedError(
+            f"{labels.pattern}: files show {first_of(new)}, no class of --like {answers.like}",
+            [
+                Reading("classes, behind the others", names_option([*wanted, *new])),
+                Reading("left out, and background", names_option(names)),
+            ],
+        )
     numbers = {labels.classes.index(name) + 1: i for i, name in enumerate(kept, start=1)}
     class_of = {file: numbers[k] for file, k in labels.class_of.items() if k in numbers}
     files = {

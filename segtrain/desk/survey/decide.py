@@ -21,6 +21,7 @@ from segtrain.desk.survey.decisions import Decisions
 from segtrain.desk.survey.drawn_labels import draw_annotations
 from segtrain.desk.survey.edges import turned_scores
 from segtrain.desk.survey.foreground import narrow_foreground
+from segtrain.desk.survey.grown import with_classes_before
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.label_values import count_values
 from segtrain.desk.survey.one_picture import choose_windows, is_one_picture
@@ -66,6 +67,7 @@ def decide(
             labels = choose_orientation(labels, as_turned, answers)
             found = check_pairs(found, labels, read_pairs(folder, found.images, labels), answers)
             classes = choose_classes(found, labels, answers)
+        classes = with_classes_before(classes, answers)
         splits = _splits(found, labels, classes, answers, output)
         files = balance(found, labels, splits)
         check_left_out(files, found, labels, answers)

@@ -35,6 +35,7 @@ class Answers:
     instances: binary: ids number objects of one class.
     task: multilabel: a pixel may have several classes. threshold: the grey level from which on
     masks show their class. resize: labels: they are drawn anew at the size of images.
+    taken: which of these are those of `like`, and not said now.
     leave_out: what is no data: images (without a label), labels (without an image, or unlike
     labels), lists (of images).
     """
@@ -56,6 +57,7 @@ class Answers:
     threshold: float | None = None
     resize: Literal["labels"] | None = None
     leave_out: frozenset[str] = frozenset()
+    taken: frozenset[str] = frozenset()
 
     @property
     def trusts_pairs(self) -> bool:
