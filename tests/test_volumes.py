@@ -282,6 +282,14 @@ def test_what_is_not_installed_is_named_with_its_line(tmp_path, capsys, monkeypa
     assert "pip install '.[medical]'" in said
 
 
+def test_a_damaged_volume_is_named_when_it_is_cut(tmp_path, capsys):
+    write_case(tmp_path / "data", "a.nii.gz", 0, axes="LPS")
+    path = tmp_path / "data/images/a.nii.gz"
+    path.write_bytes(path.read_bytes()[:-2000])
+    assert cut(tmp_path) == 3
+    assert f"{path}: damaged volume" in capsys.readouterr().err
+
+
 def test_a_series_with_a_slice_missing_is_refused(tmp_path, capsys):
     write_series(tmp_path / "data/p0")
     (tmp_path / "data/p0/ct/IM021").unlink()
@@ -491,6 +499,81 @@ def test_a_predicted_volume_lies_where_its_source_does(slices_of_three, tmp_path
     one, other = (nib.load(tmp_path / f"as/labels/{x}.nii.gz") for x in ("uint8", "float32"))
     np.testing.assert_array_equal(one.get_fdata(), other.get_fdata())
     assert one.get_fdata().any()
+
+
+UNSURE = "its header says no orientation (sform and qform codes 0): left and right are a guess"
+MIRRORED = "its sform and qform say other directions (RAS and LAS), and the sform is taken"
+
+
+def write_unsure(path, values, affine, sform, qform):
+    """A NIfTI with these codes, its qform, if it has one beside an sform, mirrored along x."""
+    nib = pytest.importorskip("nibabel")
+    image = nib.Nifti1Image(values, affine)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.set_qform(affine @ np.diag([-1 if sform else 1, 1, 1, 1]), qform)
+    image.set_sform(affine, sform)
+    image.to_filename(path)
+
+
+def test_volumes_that_would_be_wrong_in_silence_are_named(slices_of_three, tmp_path, capsys):
+    model, new = trained(slices_of_three, tmp_path / "run", 1), tmp_path / "new"
+    values, _ = phantom(7)
+    for name, codes in {"analyze": (0, 0), "mirrored": (1, 1), "one": (0, 1)}.items():
+        write_unsure(new / f"{name}.nii", values, RAS, *codes)
+    write_nifti(new / "good.nii.gz", values)
+    # Thinner slices than those of 3 mm, by 1.6 and by 1.4.
+    write_nifti(new / "thin.nii", values, RAS @ np.diag([1, 1, 1 / 1.6, 1]))
+    write_nifti(new / "near.nii", values, RAS @ np.diag([1, 1, 1 / 1.4, 1]))
+    window = (values.clip(-160, 240) + 160) * (255 / 400)
+    for name, dtype in {"window": np.int16, "bytes": np.uint8}.items():
+        write_nifti(new / f"{name}.nii", window.astype(dtype))
+    for name, axes in {"cut": "RAS", "cut_too": "LPS"}.items():
+        path = write_nifti(new / f"{name}.nii.gz", values, axes=axes)
+        path.write_bytes(path.read_bytes()[:-2000])
+    capsys.readouterr()
+    words = "predict", model, new, "--output", tmp_path / "found", "--table", tmp_path / "t.csv"
+    assert run(*words) == 3
+    said = capsys.readouterr()
+    for name in ("cut", "cut_too"):
+        assert f"{new}/{name}.nii.gz: damaged volume" in said.err
+    names = {x.split(",")[0] for x in (tmp_path / "t.csv").read_text().splitlines()[1:]}
+    assert names == {*["analyze", "bytes", "good", "mirrored", "near", "one", "thin", "window"]}
+    found = re.findall(rf"^warning: {new}/(\w+)\.nii\S*: (.*)$", said.out, flags=re.MULTILINE)
+    thin = "voxels of 1.88x0.7x0.8 mm (slices, rows, columns), the nearest of the training of "
+    trained_on = ", and the model was trained on values of [-"
+    expected = {
+        "analyze": UNSURE,
+        "mirrored": MIRRORED,
+        "thin": f"{thin}3x0.7x0.8 mm: resample it",
+        "window": f"values from 0 to 254{trained_on}",
+        "bytes": f"values from 0 to 254{trained_on}",
+    }
+    assert sorted(name for name, _ in found) == sorted(expected)
+    assert all(line.startswith(expected[name]) for name, line in found), found
+    assert run("predict", model, tmp_path / "no.nii.gz", "--output", tmp_path / "x") == 3
+    assert f"{tmp_path}/no.nii.gz: no such file\n" in capsys.readouterr().err
+
+
+def test_volumes_of_unsure_sides_are_named_when_they_are_cut(tmp_path, capsys):
+    for i, codes in enumerate(((1, 0), (0, 0), (1, 1))):
+        for folder, voxels in zip(("imagesTr", "labelsTr"), phantom(i, SMALL), strict=True):
+            write_unsure(tmp_path / f"data/{folder}/c{i}.nii", voxels, RAS, *codes)
+    assert cut(tmp_path) == 0
+    said = capsys.readouterr().out
+    assert f"warning: {tmp_path}/data/imagesTr/c1.nii: {UNSURE}" in said
+    assert f"warning: {tmp_path}/data/imagesTr/c2.nii: {MIRRORED}" in said
+    assert "c0.nii" not in said
+
+
+def test_one_volume_without_a_spacing_is_cut_with_a_gap_in_slices(tmp_path, capsys):
+    nib = pytest.importorskip("nibabel")
+    for folder, voxels in zip(("imagesTr", "labelsTr"), phantom(0, (9, 8, 24)), strict=True):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+        nib.Nifti1Image(voxels, np.eye(4)).to_filename(tmp_path / f"data/{folder}/a.nii")
+    assert cut(tmp_path) == 0
+    said = capsys.readouterr().out
+    assert "2 slices from the nearest" in said
+    assert "a.nii: its header has voxels of 1x1x1 without a unit" in said
 
 
 def check_table(table, labels, mm3):

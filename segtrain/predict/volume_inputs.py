@@ -1,7 +1,7 @@
 """`segtrain predict` of volumes: slice by slice, into a volume that lies where the source does."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from segtrain.checkpoint.ready import ReadyModel
+from segtrain.config.data import DataConfig
 from segtrain.data.check.values import image_values, joined_values
+from segtrain.data.read.cut_volumes import read_cut_volumes
 from segtrain.data.read.decode import Info
 from segtrain.data.read.find import IMAGE_SUFFIXES, first_lines, visible_files
 from segtrain.data.read.image import ImageForm, ignore_missing
@@ -27,6 +29,7 @@ from segtrain.data.read.volumes import (
     nifti_library,
     no_spacing,
     read_stack,
+    unsure_sides,
     write_volume,
 )
 from segtrain.errors import ConfigError, DataError
@@ -40,6 +43,7 @@ from segtrain.run.console import ProgressBar
 from segtrain.text import printable
 
 ENDING = ".nii.gz"
+_OTHER_SPACING = 1.5  # times
 _INSTEAD = {"--probabilities": "--probabilities nii writes those of volumes"}
 _INSTEAD |= {"--objects": "--table FILE counts components, and tells millilitres"}
 
@@ -153,6 +157,7 @@ def _predict_volume(
     image = load_volume(file)
     axis = coarsest_axis(image) if data.slice_axis is None else AXES.index(data.slice_axis)
     stack = read_stack(file, image, axis)
+    doubts = unsure_sides(image), _other_values(stack, data), _other_spacing(stack, data)
     if job.ready.form.value_range is not None and stack.pixels.dtype == np.uint8:
         # One that needs no more bits than bytes, among others: data import keeps numbers as well.
         stack = stack._replace(pixels=stack.pixels.astype(np.float32))
@@ -179,11 +184,44 @@ def _predict_volume(
     number, height, width = labels.shape
     step = f", {stack.spacing[0]:.3g} {stack.unit} apart" if stack.unit else ""
     lines = [f"{place}: {number} slices of {height}x{width} along {AXES[axis]}{step}"]
+    lines += [f"warning: {place}: {note}" for note in doubts if note]
     if not job.tables.table:
         return notes, [], lines
     if why := no_spacing(image):
         lines.append(f"warning: {place}: no millilitres: {why}")
     return notes, volume_rows(file.name, labels, num_missing, classes.names, image), lines
+
+
+def _other_values(stack: Stack, data: DataConfig) -> str:
+    """Why values are of another unit than the training's, as after a window; empty: nothing tells.
+
+    Photos of such a type are refused; a volume may be one that needs no more bits than bytes.
+    """
+    low, high = data.value_range or (0.0, 255.0)
+    least, most = (float(x.reduce(stack.pixels, axis=None)) for x in (np.fmin, np.fmax))
+    is_bytes = stack.pixels.dtype == np.uint8 and (low < 0 or high > 255)
+    if not is_bytes and not low < 0 <= least:
+        return ""
+    what = f"values from {least:g} to {most:g}"
+    trained = f"the model was trained on values of [{low:g}, {high:g}]"
+    return f"{what}, and {trained}: convert them as those of the training were"
+
+
+def _other_spacing(stack: Stack, data: DataConfig) -> str:
+    """Why voxels are of another size than in each volume of the training; empty: nothing tells."""
+    with suppress(DataError):
+        volumes = read_cut_volumes(Path(data.root)).values()
+        known = np.array([x.spacing_mm for x in volumes if x.spacing_mm])
+        if stack.spacing_mm and len(known):
+            times = np.exp(np.abs(np.log(np.array(stack.spacing_mm) / known))).max(1)
+            if times.min() > _OTHER_SPACING:
+                here, there = (
+                    "x".join(f"{step:.3g}" for step in steps)
+                    for steps in (stack.spacing_mm, known[times.argmin()])
+                )
+                what = f"voxels of {here} mm (slices, rows, columns), the nearest of the training"
+                return f"{what} of {there} mm: resample it"
+    return ""
 
 
 def _predict_slices(

@@ -9,6 +9,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -43,6 +44,8 @@ _STEP, _CORNER, _COARSER = 0.05, 0.1, 1.01
 _ROUNDED = 1e-4
 # Of the cosine between two axes, 0.6 degrees: a gantry that was tilted is far beyond it.
 _SHEARED = 0.01
+# Of the cosine between an axis by sform and by qform: a template turns a head by less.
+_SAME_WAY = 0.5
 
 
 class VolumeFile(NamedTuple):
@@ -217,6 +220,8 @@ def load_volume(file: VolumeFile, *, headers_only: bool = False) -> Any:
         series = _series(file)
         return None if headers_only else _load_series(*series)
     nibabel = nifti_library()
+    if not file.path.exists():
+        raise DataError(f"{printable(file.path)}: no such file")
     with damage_named(file.path, "volume"):
         image = nibabel.load(file.path)
         shape, dtype = image.shape, image.get_data_dtype()
@@ -240,6 +245,24 @@ def no_spacing(image: Any) -> str:
     if is_placed or not np.array_equal(np.abs(affine[:3, :3]), np.eye(3)):
         return ""
     return "its header has voxels of 1x1x1 without a unit, as where nobody said a spacing"
+
+
+def unsure_sides(image: Any) -> str:
+    """Why left and right of what `load_volume` gave are not sure; empty: the file tells them."""
+    header, ways = image.header, []
+    if not (header["sform_code"] or header["qform_code"]):
+        words = "sform and qform codes 0): left and right are a guess; write the one that is right"
+        return f"its header says no orientation ({words}"
+    # Of a qform that is none; the sform is what is read.
+    with suppress(ValueError, nifti_library().spatialimages.HeaderDataError):
+        ways = [header.get_sform(coded=True)[0], header.get_qform(coded=True)[0]]
+    if not ways or any(way is None or np.linalg.matrix_rank(way) < 4 for way in ways):
+        return ""
+    one, other = (way[:3, :3] / np.linalg.norm(way[:3, :3], axis=0) for way in ways)
+    if (one * other).sum(0).min() > _SAME_WAY:
+        return ""
+    to = " and ".join("".join(nifti_library().aff2axcodes(way)) for way in ways)
+    return f"its sform and qform say other directions ({to}), and the sform is taken; is it right?"
 
 
 def voxel_ml(image: Any) -> float:
@@ -355,14 +378,12 @@ def _is_harmless(line: str, path: Path) -> bool:
 
 def coarsest_axis(image: Any) -> int:
     """The axis, after the turn to RAS+, with the largest spacing; z where none is coarser."""
-    spacing = _spacing(_turned(image))
+    # Not of the image as turned: nibabel reads all voxels to turn them.
+    to_ras = nifti_library().io_orientation(image.affine)[:, 0].astype(int)
+    spacing = [_spacing(image)[i] for i in np.argsort(to_ras)]
     axis = int(np.argmax(spacing))
     others = [step for i, step in enumerate(spacing) if i != axis]
     return axis if spacing[axis] > _COARSER * max(others) else 2
-
-
-def _turned(image: Any) -> Any:
-    return nifti_library().as_closest_canonical(image)
 
 
 def _spacing(image: Any) -> list[float]:
@@ -387,8 +408,8 @@ def _kept(dtype: np.dtype) -> np.dtype:
 
 def read_stack(file: VolumeFile, image: Any, axis: int) -> Stack:
     """The slices along an axis (0: x) of what `load_volume` gave."""
-    turned = _turned(image)
     with damage_named(file.path, "volume"):
+        turned = nifti_library().as_closest_canonical(image)
         voxels = np.asanyarray(turned.dataobj)
     voxels = voxels.astype(_kept(voxels.dtype), copy=False)
     spacing = _spacing(turned)
@@ -397,9 +418,9 @@ def read_stack(file: VolumeFile, image: Any, axis: int) -> Stack:
     # images count downwards, so the rows are reversed.
     pixels = np.moveaxis(voxels, axis, 0).transpose(0, 2, 1)[:, ::-1]
     ids = tuple(f"{AXES[axis]}{i:04d}" for i in range(len(pixels)))
-    note = no_spacing(image)
+    note = "; ".join(filter(None, (unsure_sides(image), no_spacing(image))))
     stored = image.shape, image.affine.tolist(), int(image.header["xyzt_units"])
-    steps, unit = (spacing[axis], rows, columns), "" if note else _unit(image)
+    steps, unit = (spacing[axis], rows, columns), "" if no_spacing(image) else _unit(image)
     return Stack(pixels[..., None], ids, steps, unit, turned.affine, note, stored)
 
 
@@ -438,7 +459,7 @@ def read_tiff_stack(file: VolumeFile) -> Stack:
         if len(tiff.series) > 1 or series.is_multifile:
             raise DataError(f"{place}: expected one stack in one file")
         stored, axes = series.asarray(), series.axes
-        spacing, unit = _tiff_spacing(tiff)
+        spacing, unit = tiff_spacing(tiff, "ZYX")
     # Axes that count slices: time, depth, and pages without a known meaning (Q, I).
     counted = [axis for axis in axes if axis in "TZQI"]
     if set(axes) - set("TZQICSYX") or len(counted) - len({*counted}):
@@ -461,31 +482,34 @@ def read_tiff_stack(file: VolumeFile) -> Stack:
     return Stack(pixels, ids, spacing, unit, note=note)
 
 
-def _tiff_spacing(tiff: Any) -> tuple[tuple[float, float, float] | None, str]:
-    """Of slices, rows and columns, as ImageJ or OME says it, and its unit; None: neither does."""
+def tiff_spacing(tiff: Any, axes: str) -> tuple[tuple[float, ...] | None, str]:
+    """Along each of `axes`, as ImageJ or OME says it, and its unit; None: neither does.
+
+    tiff: of tifffile. axes: such as ZYX, for slices, rows and columns.
+    """
     if tiff.is_ome:
-        return _ome_spacing(tiff.ome_metadata)
+        return _ome_spacing(tiff.ome_metadata, axes)
     metadata = tiff.imagej_metadata or {}
-    resolution = [tiff.pages.first.tags.valueof(f"{axis}Resolution") for axis in "YX"]
-    if "spacing" not in metadata or not all(x and x[0] for x in resolution):
+    tags = {axis: tiff.pages.first.tags.valueof(f"{axis}Resolution") for axis in "YX"}
+    said = {axis: x[1] / x[0] for axis, x in tags.items() if metadata and x and x[0]}
+    said |= {"Z": float(metadata["spacing"])} if "spacing" in metadata else {}
+    if not {*axes} <= said.keys():
         return None, ""
-    rows, columns = (x[1] / x[0] for x in resolution)
-    unit = str(metadata.get("unit", "")).replace("\\u00B5", "µ") or "pixels"
-    return (float(metadata["spacing"]), rows, columns), unit
+    unit = re.sub(r"\\u00B5|μ", "µ", str(metadata.get("unit", "")), flags=re.IGNORECASE)
+    return tuple(said[axis] for axis in axes), unit or "pixels"
 
 
-def _ome_spacing(text: str) -> tuple[tuple[float, float, float] | None, str]:
-    """As `_tiff_spacing`, of the OME-XML of a file, whose unit is µm if it says none."""
+def _ome_spacing(text: str, axes: str) -> tuple[tuple[float, ...] | None, str]:
+    """As `tiff_spacing`, of the OME-XML of a file, whose unit is µm if it says none."""
     pixels = re.search(r"<(?:\w+:)?Pixels\b[^>]*>", text)
     said = dict(re.findall(r'PhysicalSize([XYZ](?:Unit)?)="([^"]*)"', pixels[0] if pixels else ""))
-    units = {said.get(f"{axis}Unit", "µm") for axis in "ZYX"}
-    if not {*"ZYX"} <= said.keys() or len(units) > 1:
+    units = {said.get(f"{axis}Unit", "µm") for axis in axes}
+    if not {*axes} <= said.keys() or len(units) > 1:
         return None, ""
     try:
-        slices, rows, columns = (float(said[axis]) for axis in "ZYX")
+        return tuple(float(said[axis]) for axis in axes), units.pop().replace("μ", "µ")
     except ValueError:
         return None, ""
-    return (slices, rows, columns), units.pop()
 
 
 def other_grid(image: Stack, label: Stack) -> str:

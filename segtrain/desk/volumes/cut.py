@@ -69,7 +69,9 @@ def import_volumes(
         for path in draft.iterdir():
             path.rename(output / path.name)
         draft.rmdir()
-    lines += [f"warning: {note}" for note in {volume.note for volume in written} if note]
+    for note in sorted({volume.note for volume in written if volume.note}):
+        files = first_of((x.case.image.path for x in written if x.note == note), 3)
+        lines.append(f"warning: {files}: {note}")
     along = "z or t" if all(x.image.is_tiff for x in cases) else AXES[number]
     what = counted(len(cases), "volume", "volumes")
     total = sum(len(volume.ids) for volume in written)
