@@ -4,6 +4,7 @@ import csv
 
 import numpy as np
 import pytest
+import tifffile
 from scipy import ndimage
 from test_predict import CLASSES, NO_VALUE_255, photo, run, save, save_tiff, write_video
 from test_raster import GEO
@@ -121,6 +122,62 @@ def test_lengths_and_areas_are_in_the_unit_that_is_given(run, tmp_path):
     (square,) = (row for row in rows_of(files["objects"]) if row["class"] == "greenish")
     places = {"area_um2": 60.69, "x_um": 53.55, "y_um": 39.95, "width_um": 5.1, "height_um": 11.9}
     assert {key: float(square[key]) for key in places} == places
+
+
+def microscope(kind, unit, times):
+    """How tifffile writes pixels 0.65 um wide and 0.8 um high; times: units of a um."""
+    sizes = {"X": 0.65 * times, "Y": 0.8 * times}
+    if kind == "imagej":
+        resolution = tuple(1 / x for x in sizes.values())
+        return {"imagej": True, "resolution": resolution, "metadata": {"unit": unit}}
+    about = {f"PhysicalSize{a}": x for a, x in sizes.items()}
+    about |= {f"PhysicalSize{a}Unit": unit for a in sizes}
+    return {"ome": True, "photometric": "rgb", "metadata": about}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ("imagej", "um", 1),
+        ("imagej", "\\u00B5m", 1),
+        ("imagej", "mm", 1e-3),
+        ("ome", "µm", 1),
+        ("ome", "nm", 1e3),
+    ],
+)
+def test_the_pixel_size_of_a_microscope_is_read_and_compared(run, tmp_path, capsys, kind):
+    label = np.where(drawn() == 2, 2, 0)
+    label[20:27, 30:33] = 1
+    path, files = tmp_path / "x.tif", {"table": tmp_path / "t.csv", "objects": tmp_path / "o.csv"}
+    tifffile.imwrite(path, paint(label), **microscope(*kind))
+    assert run(path, **files, min_area=(20.9 * 0.52, "um2")) == 0
+    assert "warning" not in capsys.readouterr().out
+    (row,) = (row for row in rows_of(files["table"]) if row["class"] == "greenish")
+    area = pytest.approx(21 * 0.52, rel=1e-5)
+    assert (float(row["area_um2"]), row["decision"]) == (area, "yes")
+    (square,) = (row for row in rows_of(files["objects"]) if row["class"] == "greenish")
+    sizes = [float(square[f"{x}_um"]) for x in ("x", "y", "width", "height")]
+    assert sizes == pytest.approx([31.5 * 0.65, 23.5 * 0.8, 3 * 0.65, 7 * 0.8], rel=1e-5)
+    assert run(path, **files, pixel_size=(0.325, "um"), overwrite=True) == 0
+    said = capsys.readouterr().out
+    assert f"warning: --pixel-size is not what files say: {path} (0.65 x 0.8 um)" in said
+    (row,) = (row for row in rows_of(files["table"]) if row["class"] == "greenish")
+    assert float(row["area_um2"]) == pytest.approx(21 * 0.325**2)
+    # A table has one unit.
+    save_tiff(tmp_path / "map.tif", paint(label), *GEO)
+    assert run(path, tmp_path / "map.tif", **files, overwrite=True) == 0
+    assert f"in pixels alone: {path}: pixels in um, others in m" in capsys.readouterr().out
+    areas = {x["image"]: x["area_m2"] for x in rows_of(files["table"]) if x["class"] == "greenish"}
+    assert areas == {"x": "", "map": "2100"}
+
+
+def test_a_size_as_the_microscope_says_it_is_no_news(run, tmp_path, capsys):
+    how = {"imagej": True, "resolution": (20 / 13, 20 / 13), "metadata": {"unit": "micron"}}
+    tifffile.imwrite(tmp_path / "x.tif", paint(drawn()), **how)
+    for size in ((0.651, "um"), (650.0, "nm")):
+        asked = {"table": tmp_path / "t.csv", "pixel_size": size, "overwrite": True}
+        assert run(tmp_path / "x.tif", **asked) == 0
+        assert "warning" not in capsys.readouterr().out
 
 
 def test_areas_and_centres_are_those_of_the_projection(run, tmp_path):

@@ -612,7 +612,7 @@ COMMANDS = (
         _argument("--objects", "CSV: place, size and area of each object", "FILE", _path),
         _argument(
             "--pixel-size",
-            "side of a pixel, such as 0.25um (default: metres where a TIFF has them)",
+            "side of a pixel, such as 0.25um (default: that of a TIFF of a map, ImageJ or OME)",
             "LENGTH",
             _length,
         ),

@@ -13,7 +13,7 @@ from segtrain.data.read.photos import PhotoFile
 from segtrain.errors import ConfigError, ExecutionError
 from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.predict.objects import ImageObjects, find_objects
-from segtrain.predict.pixel_size import PixelGrid, grid_of, square
+from segtrain.predict.pixel_size import UM, PixelGrid, contradicts, grid_of, square
 from segtrain.text import first_of, printable
 
 _TABLE = "image", "class", "pixels", "share", "objects", "no_value_px", "unknown_px"
@@ -61,27 +61,42 @@ class TableOptions(NamedTuple):
                 check_output(path, *(",".join(titles[:3]) for titles in begins[option]))
 
     def grids(self, sources: Sequence[PhotoFile]) -> tuple[dict[PhotoFile, PixelGrid], list[str]]:
-        """Where the pixels of each file lie, if that is known, and warnings of files without it.
+        """Where the pixels of each file lie, if that is known, and warnings.
 
-        ConfigError: a file says another size than the user, or is to be measured and has none.
+        ConfigError: a file has a map and the user names a size, or is to be measured and has none.
         """
         if not self.files:
             return {}, []
         known = {source: grid_of(source.path) for source in sources}
         grids = {source: grid for source, (grid, _) in known.items() if grid}
+        on_map = [source for source, grid in grids.items() if grid.unit != UM]
+        reasons = [why for _, why in known.values() if why and not self.pixel_size]
+        other = []
         if self.pixel_size:
-            if grids:
-                own = first_of((source.path for source in grids), 3)
+            if on_map:
+                own = first_of((source.path for source in on_map), 3)
                 raise ConfigError(
                     f"--pixel-size: these files have a pixel size of their own: {own}"
                 )
+            other = [
+                f"{printable(source.path)} ({grid.width:.4g} x {grid.height:.4g} {UM})"
+                for source, grid in grids.items()
+                if contradicts(grid, self.pixel_size)
+            ]
             grids = dict.fromkeys(sources, square(*self.pixel_size))
+        elif on_map and len(on_map) < len(grids):  # a table has one unit
+            small = [source for source in grids if source not in on_map]
+            reasons += [f"{printable(x.path)}: pixels in {UM}, others in m" for x in small]
+            grids = {source: grids[source] for source in on_map}
         unit = self.min_area[1] if self.min_area else ""
-        if unit and (other := [x.path for x in sources if _unit2(grids.get(x)) != unit]):
-            raise ConfigError(f"--min-area: no pixel size in {unit[:-1]}: {first_of(other, 3)}")
-        reasons = [why for _, why in known.values() if why and not self.pixel_size]
-        shown = f"warning: measured in pixels alone: {first_of(reasons, 3, separator='; ')}"
-        return grids, [shown] if reasons else []
+        if unit and (without := [x.path for x in sources if _unit2(grids.get(x)) != unit]):
+            raise ConfigError(f"--min-area: no pixel size in {unit[:-1]}: {first_of(without, 3)}")
+        kinds = ("measured in pixels alone", reasons), ("--pixel-size is not what files say", other)
+        return grids, [
+            f"warning: {what}: {first_of(found, 3, separator='; ')}"
+            for what, found in kinds
+            if found
+        ]
 
 
 @dataclass(frozen=True)
@@ -133,8 +148,9 @@ class ObjectTables:
     def objects(self, sources: Sequence[PhotoFile]) -> list[list[Any]]:
         """A row for each object, below the titles."""
         unit = self._unit
-        # A size that the user gives has no map: its coordinates begin at the corner of the image.
-        xy = [f"x_{unit}", f"y_{unit}"] if self.options.pixel_size else ["map_x", "map_y"]
+        # Without a map coordinates begin at the corner of the image.
+        is_map = unit != UM and not self.options.pixel_size
+        xy = ["map_x", "map_y"] if is_map else [f"x_{unit}", f"y_{unit}"]
         rows: list[list[Any]] = [
             [
                 *_OBJECTS,

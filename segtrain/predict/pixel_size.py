@@ -1,13 +1,19 @@
-"""How large a pixel is: on the ground, by the georeference of a file, or as the user says."""
+"""How large a pixel is: by the georeference of a file, its microscope, or as the user says."""
 
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from segtrain.data.read.decode import damage_named
 from segtrain.data.read.georeference import place_of, unit_m
 from segtrain.data.read.image_formats import read_info
+from segtrain.data.read.volumes import MM, tiff_spacing
 from segtrain.errors import DataError
 from segtrain.text import printable
+
+# The unit of microscopes, and by how much a size that the user gives may differ from theirs.
+UM, _SAME = "um", 0.01
 
 
 class PixelGrid(NamedTuple):
@@ -48,8 +54,14 @@ def square(size: float, unit: str) -> PixelGrid:
     return PixelGrid(unit, (size, 0.0, 0.0, 0.0, size, 0.0))
 
 
+def contradicts(grid: PixelGrid, size: tuple[float, str]) -> bool:
+    """Whether pixels of a microscope differ from a number and a unit, where that is known."""
+    um = size[0] * MM.get(size[1], math.nan) * 1000
+    return max(abs(um / side - 1) for side in (grid.width, grid.height)) > _SAME
+
+
 def grid_of(path: Path) -> tuple[PixelGrid | None, str]:
-    """Where the pixels of a file lie, in metres; None if it does not say so, and why.
+    """Where the pixels of a file lie, in metres or UM; None if it does not say so, and why.
 
     The reason is empty if the file has no georeference at all.
     """
@@ -59,8 +71,23 @@ def grid_of(path: Path) -> tuple[PixelGrid | None, str]:
     except DataError:  # it is named when it is read
         return None, ""
     if place is None:
-        return None, ""
+        return _microscope(path), ""
     metres, why = unit_m(place, info.size)
     if not metres:
         return None, f"{printable(path)}: {why}"
     return PixelGrid("m", place.to_map, metres), ""
+
+
+def _microscope(path: Path) -> PixelGrid | None:
+    """In UM, as ImageJ or OME says in a TIFF; None: neither does."""
+    if path.suffix.lower() not in (".tif", ".tiff"):
+        return None
+    import tifffile
+
+    with suppress(DataError), damage_named(path), tifffile.TiffFile(path) as tiff:
+        sides, unit = tiff_spacing(tiff, "YX")
+        if sides and unit in MM:
+            height, width = (side * MM[unit] * 1000 for side in sides)
+            if min(height, width) > 0 and max(height, width) < math.inf:
+                return PixelGrid(UM, (width, 0.0, 0.0, 0.0, height, 0.0))
+    return None
