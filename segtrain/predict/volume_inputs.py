@@ -157,7 +157,7 @@ def _predict_volume(
     image = load_volume(file)
     axis = coarsest_axis(image) if data.slice_axis is None else AXES.index(data.slice_axis)
     stack = read_stack(file, image, axis)
-    doubts = unsure_sides(image), _other_values(stack, data), _other_spacing(stack, data)
+    doubts = unsure_sides(image), _other_values(stack, job.ready), _other_spacing(stack, data)
     if job.ready.form.value_range is not None and stack.pixels.dtype == np.uint8:
         # One that needs no more bits than bytes, among others: data import keeps numbers as well.
         stack = stack._replace(pixels=stack.pixels.astype(np.float32))
@@ -192,19 +192,22 @@ def _predict_volume(
     return notes, volume_rows(file.name, labels, num_missing, classes.names, image), lines
 
 
-def _other_values(stack: Stack, data: DataConfig) -> str:
+def _other_values(stack: Stack, ready: ReadyModel) -> str:
     """Why values are of another unit than the training's, as after a window; empty: nothing tells.
 
     Photos of such a type are refused; a volume may be one that needs no more bits than bytes.
     """
-    low, high = data.value_range or (0.0, 255.0)
+    low, high = ready.config.data.value_range or (0.0, 255.0)
     least, most = (float(x.reduce(stack.pixels, axis=None)) for x in (np.fmin, np.fmax))
-    is_bytes = stack.pixels.dtype == np.uint8 and (low < 0 or high > 255)
-    if not is_bytes and not low < 0 <= least:
+    seen, to = f"values from {least:g} to {most:g}", "convert them as those of the training were"
+    if stack.pixels.dtype == np.uint8 and (low < 0 or high > 255):
+        return f"{seen}, and the model was trained on values of [{low:g}, {high:g}]: {to}"
+    # Where values are clipped, their range may be of a bright organ alone, and the mean is not.
+    means = ready.loaded.channels.mean if ready.loaded.channels else ()
+    mean = min((low + x * (high - low) / 255 for x in means), default=low)
+    if not mean < 0 <= least:
         return ""
-    what = f"values from {least:g} to {most:g}"
-    trained = f"the model was trained on values of [{low:g}, {high:g}]"
-    return f"{what}, and {trained}: convert them as those of the training were"
+    return f"{seen}, none below 0, and those of the training are {mean:.4g} on average: {to}"
 
 
 def _other_spacing(stack: Stack, data: DataConfig) -> str:
