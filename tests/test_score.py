@@ -19,6 +19,7 @@ from segtrain.desk.results.runs import read_run
 from segtrain.score.records import load_records, scores_csv
 
 __all__ = ["cityscapes", "command", "know_the_colors"]  # fixtures
+SPLITS = {"train": "train", "eval": "val"}
 RAW = [7, 3, 20, 1]  # the ids of the classes; 0 and 255 are ignored
 
 
@@ -329,3 +330,46 @@ def test_label_maps_are_scored_on_a_list_and_not_evaluated(run, lists, theirs, t
     assert read_run(run).predictions == ""
     rows = list(csv.reader((tmp_path / "o/results.csv").read_text().splitlines()))
     assert [row[0] for row in rows] == ["class", *"abcd", "mean"]
+
+
+def test_on_a_list_all_runs_have_the_labels_of_one(world, tmp_path, lab):
+    """As of `init`, and of `init --like` on a grown folder: each has drawn labels of its own."""
+    runs, scores, first = {}, {}, []
+    for name, images, lr in (("p1", "0123", 0.003), ("p2", "012345", 0.01)):
+        for i in images:
+            label = cv2.imread(str(world / f"labels/val/{i}.png"), -1)
+            # Drawn anew meanwhile: others than the older run knew.
+            drawn = np.where((np.arange(72) < 40) & (name == "p1"), RAW[2], label)
+            save(tmp_path / f"{name}/labels/val/{i}.png", np.uint8(drawn))
+        for i in range(8):
+            label = cv2.imread(str(world / f"labels/train/{i}.png"), -1)
+            save(tmp_path / f"{name}/labels/train/{i}.png", label)
+        for split, numbers in ("train", "01234567"), ("val", images):
+            lines = [f"images/{split}/{i}.png {split}/{i}.png\n" for i in numbers]
+            (tmp_path / f"{name}/{split}.txt").write_text("".join(lines))
+        data = {f"{key}_split": str(tmp_path / f"{name}/{x}.txt") for key, x in SPLITS.items()}
+        data |= {"layout": "list", "labels_dir": str(tmp_path / f"{name}/labels")}
+        optim = {"kind": "adamw", "lr": lr, "ema_decay": None}
+        options = small(world, train={"steps": 9}, optim=optim)
+        options["data"] |= data
+        runs[name] = tmp_path / f"runs/{name}"
+        assert train(write_config(tmp_path / f"{name}/c.yaml", options), runs[name]) == 0
+    other = tmp_path / "some.txt"
+    shutil.copy(tmp_path / "p1/val.txt", other)
+    # The list of a run, one that lies beside it, and one of neither: the labels of the last run.
+    beside = shutil.copy(other, tmp_path / "p1/some.txt")
+    for on, owner in (tmp_path / "p2/val.txt", "p2"), (beside, "p1"), (other, "p2"):
+        for name, run in runs.items():
+            given = f"data.eval_split={on}", f"data.labels_dir={tmp_path / owner / 'labels'}"
+            words = [word for x in given for word in ("--set", x)]
+            lab.done("eval", run, *words, "--json", tmp_path / "e.json")
+            scores[name] = json.loads((tmp_path / "e.json").read_text())["mIoU"]
+        said = lab.done("compare", *runs.values(), "--on", on, "--json", tmp_path / "c.json")
+        where = f"those of {runs[owner]}, below {tmp_path / owner / 'labels'}\n"
+        assert f"labels that count for all: {where}" in said.err
+        found = json.loads((tmp_path / "c.json").read_text())["scores"]
+        assert found == [[pytest.approx(scores[name])] for name in runs]
+        first.append(scores["p1"])
+    assert len(set(first)) == 3  # the last two are of the same images
+    said = lab.done("compare", runs["p2"], runs["p1"], "--on", tmp_path / "p2/val.txt").err
+    assert f"those of {runs['p2']}" in said  # whatever the order

@@ -6,13 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
 from segtrain.desk.results.compare import Comparison, compare, comparison_lines
-from segtrain.desk.results.evaluated import Evaluated, evaluation_on
+from segtrain.desk.results.evaluated import Evaluated, evaluations_on
 from segtrain.desk.results.joined_folds import evaluated_whole
 from segtrain.desk.results.runs import differing_recipes
 from segtrain.desk.results.steps import steps_lines
@@ -79,8 +78,8 @@ def _sides(args: argparse.Namespace, runs: Sequence[Sequence[Path]]) -> list[lis
     """The scores of each side, of the images that each run was evaluated on, or of --on."""
     device = device_for(args.device)
     if args.on:  # all are checked before the first is evaluated
-        read = partial(evaluation_on, args.on, device=device, overrides=args.set)
-        sides = [[begin() for begin in side] for side in [[*map(read, side)] for side in runs]]
+        begins = evaluations_on(args.on, [path for side in runs for path in side], device, args.set)
+        sides = [[begins[path]() for path in side] for side in runs]
     else:
         sides = [[evaluated_whole(path, device, args.set) for path in side] for side in runs]
     for side in sides:

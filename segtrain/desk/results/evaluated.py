@@ -107,22 +107,67 @@ def evaluated(
     return Evaluated(run, records, loaded, dataset, curves)
 
 
-def evaluation_on(
-    on: str, directory: Path, device: torch.device, overrides: Sequence[str] = ()
-) -> Callable[[], Evaluated]:
-    """What evaluates a run's best checkpoint, or all of folds, on a list or split (see `data_on`).
+def evaluations_on(
+    on: str, directories: Sequence[Path], device: torch.device, overrides: Sequence[str] = ()
+) -> dict[Path, Callable[[], Evaluated]]:
+    """What evaluates the best checkpoint of each run, or all of folds, on a list or split.
+
+    See `data_on`. Of a list file all have the labels of one run: of that whose list it is, or
+    beside whose lists it lies, or else of the last one.
 
     Raises:
-        ConfigError: it was trained on some of these images, or these are label maps.
+        ConfigError: a run was trained on some of these images, or these are label maps.
         UserError: there is no checkpoint, or the data cannot be read or have other classes.
     """
-    if is_scored(directory):
-        what = "label maps are scored on other images by segtrain score"
-        raise ConfigError(f"{directory}: {what} ... --split {on}")
-    loaded = load_model(directory, device=device)
-    task_of(loaded.config.task).check_classes(str(directory))
-    given = {"source": str(directory)}
-    data = data_on(set_after_training(loaded.config, overrides, _ROOT, **given).data, on)
+    models, of_runs = [], []
+    for directory in directories:
+        if is_scored(directory):
+            what = "label maps are scored on other images by segtrain score"
+            raise ConfigError(f"{directory}: {what} ... --split {on}")
+        models.append(loaded := load_model(directory, device=device))
+        task_of(loaded.config.task).check_classes(str(directory))
+        given = {"source": str(directory)}
+        of_runs.append(set_after_training(loaded.config, overrides, _ROOT, **given).data)
+    data = [data_on(own, on) for own in of_runs]
+    if Path(on).is_file():
+        chosen = _owner(Path(on).resolve(), of_runs)
+        labels = _labels(data[chosen])
+        if any(_labels(one) != labels for one in data):
+            where = f"those of {directories[chosen]}, below {labels['labels_dir']}"
+            say(f"labels that count for all: {where}")
+        data = [one.model_copy(update=labels) for one in data]
+    each = zip(directories, models, data, strict=True)
+    return {one: _evaluation(on, one, *read, device, overrides) for one, *read in each}
+
+
+def _owner(file: Path, of_runs: Sequence[DataConfig]) -> int:
+    """Whose list `file` is: that of an evaluation, or beside lists of a run; else the last one."""
+
+    def nearness(number: int) -> tuple[bool, bool, int]:
+        data = of_runs[number]
+        splits = (data.eval_split, data.train_split) if data.layout == "list" else ()
+        lists = [(Path(os.path.expanduser(data.root)) / split).resolve() for split in splits]
+        return file in lists[:1], file.parent in {path.parent for path in lists}, number
+
+    return max(range(len(of_runs)), key=nearness)
+
+
+def _labels(data: DataConfig) -> dict[str, str]:
+    """The options of `data`, of layout list, that say what its labels are; with a full path."""
+    folder = Path(os.path.expanduser(data.root), os.path.expanduser(data.labels_dir or ""))
+    kept = {"label_format": data.label_format, "classes": data.classes}
+    return {"labels_dir": str(folder.resolve()), **kept}
+
+
+def _evaluation(
+    on: str,
+    directory: Path,
+    loaded: LoadedModel,
+    data: DataConfig,
+    device: torch.device,
+    overrides: Sequence[str],
+) -> Callable[[], Evaluated]:
+    """That of one run, as `evaluations_on`; data: those of `on`."""
     dataset = open_dataset(data, data.eval_split)
     if loaded.classes.names != dataset.classes.names:
         (difference,), _ = class_differences(loaded.classes, dataset.classes, "ids")
@@ -131,7 +176,7 @@ def evaluation_on(
     seen: dict[str, list[str]] = {"train_split": [], "eval_split": []}
     try:
         for config in loaded.configs:
-            own = set_after_training(config, overrides, _ROOT, **given).data
+            own = set_after_training(config, overrides, _ROOT, source=str(directory)).data
             for key, names in seen.items():
                 places = {_place(pair) for pair in list_split(own, getattr(own, key)).pairs}
                 names += [name for place, name in images.items() if place in places]
