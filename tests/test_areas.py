@@ -52,16 +52,30 @@ def test_the_ratio_is_of_counted_pixels():
     ("pixels", "said"),
     [
         ([(400, 500), (400, 320)], None),  # at the bounds
-        ([(400, 501), (400, 400)], "crack 1.25"),
-        ([(400, 800), (400, 100)], "crack 2.00, dust 0.25"),
+        ([(400, 501), (400, 400)], ["crack 1.25; take the threshold"]),
+        ([(400, 800), (400, 100)], ["crack 2.00; take the", "dust 0.25; found on too little"]),
         ([(99, 800), (400, 400)], None),  # too few pixels to tell
-        ([(400, 0), (400, 400)], "crack 0.00"),
+        ([(400, 0), (400, 0)], ["crack 0.00, dust 0.00; found on too little area: train longer"]),
     ],
 )
 def test_classes_beyond_a_quarter_are_named(pixels, said):
     lines = area_lines(scores_of(*drawn(pixels)), NAMES, config())
-    factors = f"warning: predicted area over labelled area: {said}; take the threshold"
-    assert [line.startswith(factors) for line in lines] == [True] * (said is not None)
+    starts = [f"warning: predicted area over labelled area: {text}" for text in said or ()]
+    assert [line[: len(s)] for line, s in zip(lines, starts, strict=True)] == starts
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_enlarges_classes_is_no_cause_of_areas_that_are_too_small(overlap):
+    scores = scores_of(*drawn([(400, 0), (400, 100)]))
+    weights = {"positive_weights": (2.0, 9.0)} if overlap else {"class_weights": (0.1, 1, 1, 1)}
+    scores = replace(scores, ap=(0.5,) * 4) if overlap else scores
+    for options in (weights, {"uniform": 0.5}):
+        (line,) = area_lines(scores, NAMES, config(**options))
+        assert "crack 0.00, dust 0.25; found on too little area: train longer, or take" in line
+        assert "without" not in line
+        assert "weight" not in line
+    (line,) = area_lines(scores, NAMES, config())
+    assert f"train longer, give it weight (loss.{next(iter(weights))}), or take" in line
 
 
 @pytest.mark.parametrize(
