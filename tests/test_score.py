@@ -204,6 +204,60 @@ def test_label_maps_that_do_not_fit_are_named(world, theirs, lab, how, said):
     assert re.search(said, lab.refused("score", folder, *words, code=3))
 
 
+def test_an_ending_that_all_files_share_is_named(world, theirs, tmp_path, lab):
+    for name, pixels in theirs[0].items():
+        save(tmp_path / f"t/{name}-pred 1.png", np.uint8(pixels))
+    words = "score", tmp_path / "t", "--data", world / "own.yaml", "--label-format", "train_ids"
+    said = lab.refused(*words, code=3)
+    assert said.splitlines() == [said.strip()]
+    assert said.strip().endswith("behind those of images: give --ending='-pred 1'")
+    lab.done(*words, "--ending=-pred 1", "--output", tmp_path / "o")
+
+
+def test_files_of_other_images_are_left_out_on_request_and_counted(world, theirs, tmp_path, lab):
+    folder, scores = theirs[1], []
+    words = "score", folder, "--data", world / "own.yaml", "--label-format", "train_ids"
+    words += "--output", tmp_path / "o", "--json", tmp_path / "s.json"
+    for more in (), ("--ignore-others",):
+        said = lab.done(*words, *more).out
+        assert ("left out" in said.partition("label maps")[2]) == bool(more)
+        scores.append(json.loads((tmp_path / "s.json").read_text()))
+        for name in "78":
+            save(folder / f"val/{name}.png", np.zeros((56, 72), np.uint8))
+    assert "6 images of split val; 2 files of no image are left out" in said
+    assert scores[0] == scores[1]
+    assert "files of no image: --ignore-others leaves them out" in lab.refused(*words, code=3)
+    (folder / "val/1.png").unlink()  # an image without a label map stays a problem
+    assert "image 1: expected one" in lab.refused(*words, "--ignore-others", code=3)
+
+
+def test_positions_in_place_of_ids_are_recognized(world, theirs, tmp_path, lab):
+    """Class ids are 1 to 4: 0 is ignored, or unknown."""
+    words = "score", theirs[1], "--output", tmp_path / "o"
+    positions = "if its values are positions in the class file: --label-format train_ids"
+    for ignored, said in ("[0, 255]", "without a class"), ("[255]", "outside class file"):
+        rows = "".join(f"- {{name: {name}, ids: [{i}]}}\n" for i, name in enumerate("abcd", 1))
+        (tmp_path / "c.yaml").write_text(f"classes:\n{rows}ignore_ids: {ignored}\n")
+        data = shutil.copytree(world, tmp_path / f"d{len(ignored)}")
+        for path in (data / "labels/val").iterdir():
+            label = to_train(cv2.imread(str(path), -1))
+            cv2.imwrite(str(path), np.where(label == 255, 255, label + 1).astype(np.uint8))
+        given = f"data.root={data}", f"data.classes={tmp_path / 'c.yaml'}"
+        options = "--data", world / "own.yaml", "--set", given[0], "--set", given[1]
+        found = lab.refused(*words, *options, code=3)
+        assert said in found
+        assert positions in found
+        lab.done(*words, *options, "--label-format", "train_ids")
+        # A program with a value of its own for what has no class.
+        for path in (theirs[1] / "val").iterdir():
+            pixels = np.where(np.arange(72) < 9, 0, theirs[0][path.stem] + 1)
+            save(tmp_path / f"u{len(ignored)}/{path.name}", np.uint8(pixels))
+        found = lab.refused("score", tmp_path / f"u{len(ignored)}", *options, code=3)
+        assert said in found
+        assert positions not in found
+        assert ("write there the class that it shall count as" in found) == (said[0] == "w")
+
+
 def test_a_name_that_fits_two_images_is_refused(world, theirs, tmp_path, lab):
     for site in "xy":
         shutil.copytree(world / "images/val", tmp_path / f"d/images/val/{site}")

@@ -465,6 +465,7 @@ COMMANDS = (
             "--label-format", "what label maps hold (as of predict: ids, or bands)", **_FORMS
         ),
         _argument("--ending", "what their names have behind the image's", "TEXT", default=""),
+        _switch("--ignore-others", "leave out files that are of no image of the split"),
         _argument("--output", "default: runs/<name of the folder>_scored", "DIR", _path),
         _argument("--json", "write all scores as JSON", "FILE", _path),
         _argument("--per-image", "write the scores of each image as CSV", "FILE", _path),

@@ -39,8 +39,8 @@ def main(args: argparse.Namespace) -> int:
     """Prints the scores, writes what `compare` reads and a page; returns the exit code.
 
     args: predictions (a folder), data (a config or run), split (also a list file), set,
-        label_format (None: as `segtrain predict` writes), ending, output, json, per_image (files),
-        group (a pattern), surface (a tolerance in pixels).
+        label_format (None: as `segtrain predict` writes), ending, ignore_others, output, json,
+        per_image (files), group (a pattern), surface (a tolerance in pixels).
 
     Raises:
         UserError: the data set cannot be read, has no classes, or the label maps do not fit it.
@@ -52,7 +52,8 @@ def main(args: argparse.Namespace) -> int:
     dataset = open_dataset(config.data, config.data.eval_split)
     if unknown := config.eval.unknown_classes(dataset.classes.names):
         raise ConfigError("\n".join(unknown))
-    maps = LabelMaps.find(args.predictions, dataset, args.label_format, ending=args.ending)
+    how = {"ending": args.ending, "ignore_others": args.ignore_others}
+    maps = LabelMaps.find(args.predictions, dataset, args.label_format, **how)
     names, groups = dataset.classes.names, groups_by(args.group, dataset, config)
     instances, why_not = instances_of(dataset, config)
     surfaces = None if args.surface is None else SurfaceScores(names, args.surface)
@@ -77,6 +78,7 @@ def main(args: argparse.Namespace) -> int:
     lines += [*report.lines(), *why_not, *outcome.warnings(names, dataset.split)]
     lines += [line for answer in answers for line in answer.lines]
     what = f"{len(dataset)} images of split {dataset.split}"
+    what += f"; {maps.left_out} files of no image are left out" if maps.left_out else ""
     print(*lines, _LEFT_OUT, f"label maps  {printable(maps.folder)}, {what}", sep="\n")
     table = about | {"num_images": len(dataset), **report.to_dict(), **outcome.table()}
     table |= {answer.key: answer.found for answer in answers}

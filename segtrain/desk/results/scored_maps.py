@@ -1,9 +1,10 @@
 """Label maps that any program has written, as predictions of a split, and what is right in them."""
 
 import os
+import shlex
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -26,12 +27,16 @@ from segtrain.types import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class LabelMaps:
-    """The files in `folder`, one for each image of `dataset`, in its order."""
+    """The files in `folder`, one for each image of `dataset`, in its order.
+
+    left_out: how many files are of no image.
+    """
 
     folder: Path
     dataset: SegDataset
     form: LabelFormat
     files: Sequence[Path]
+    left_out: int = 0
 
     @property
     def classes(self) -> ClassFile:
@@ -40,12 +45,19 @@ class LabelMaps:
 
     @classmethod
     def find(
-        cls, folder: Path, dataset: SegDataset, label_format: str | None, *, ending: str = ""
+        cls,
+        folder: Path,
+        dataset: SegDataset,
+        label_format: str | None,
+        *,
+        ending: str = "",
+        ignore_others: bool = False,
     ) -> "LabelMaps":
         """The files below `folder` that are called as an image, or as the end of its path.
 
         label_format: what they hold; None: what `segtrain predict` writes, where `folder` may be
             what it has written into. ending: what names have behind that of the image.
+        ignore_others: files of no image are left out, and no problem.
 
         Raises:
             DataError: images without a label map or with several, and files of no image or of
@@ -58,15 +70,23 @@ class LabelMaps:
             raise DataError(f"{first_of(dict.fromkeys(cut), 3)}: windows of rasters are not scored")
         owners = _owners(dataset)
         found: dict[int, list[Path]] = defaultdict(list)
-        problems = []
-        for name, files in files_by_name(folder, LABEL_SUFFIXES, ending).items():
-            images = sorted(dataset.name(i) for i in owners[name])
+        problems, others = [], 0
+        by_name = files_by_name(folder, LABEL_SUFFIXES, ending)
+        if not ending and (end := _shared_ending([*by_name], owners)):
+            what = f"the names of its files have {printable(end)} behind those of images"
+            option = f"--ending{'=' if end[0] == '-' else ' '}{shlex.quote(printable(end))}"
+            raise DataError(f"{printable(folder)}: {what}: give {option}")
+        for name, files in by_name.items():
+            images = sorted(dataset.name(i) for i in owners.get(name, ()))
+            others += len(files) if not images else 0
+            if ignore_others and not images:
+                continue
             what = f"may be of {first_of(images, 2)}" if images else "is of no image"
             if problem := one_name(files):
                 problems.append(problem)
             elif len(images) != 1:
                 problems.append(f"{printable(files[0])}: {what} of split {dataset.split}")
-            for i in owners[name]:
+            for i in owners.get(name, ()):
                 found[i].append(files[0])
         for i, name in enumerate(dataset.names):
             if len(found[i]) != 1:
@@ -75,10 +95,12 @@ class LabelMaps:
             elif found[i][0].resolve() == Path(dataset.pairs[i].label).resolve():
                 problems.append(f"{printable(found[i][0])}: is the label itself, no prediction")
         if problems:
-            raise DataError(first_lines(printable(folder), problems))
+            ways = "--ignore-others leaves them out, --split LIST scores others"
+            ways = f"\n  files of no image: {ways}" if others and not ignore_others else ""
+            raise DataError(first_lines(printable(folder), problems) + ways)
         form = label_format or ("ids", "bands")[dataset.classes.overlapping]
         files = [found[i][0] for i in range(len(dataset))]
-        return cls(folder, dataset, label_format_of(form), files)
+        return cls(folder, dataset, label_format_of(form), files, others)
 
     def read(self, index: int, label: np.ndarray) -> np.ndarray:
         """The prediction of image `index` in the form of its `label`; 0 where that is ignored.
@@ -88,15 +110,32 @@ class LabelMaps:
                 labelled and have no class.
         """
         path, pair = self.files[index], self.dataset.pairs[index]
-        found = self.form.read(path, self.classes)
+        try:
+            found = self.form.read(path, self.classes)
+        except DataError as error:
+            if positions := self._perhaps_positions(path, label):
+                raise DataError(f"{error}; {positions}") from None
+            raise
         if found.shape != label.shape:
             here, there = ("x".join(map(str, x.shape)) for x in (found, label))
             what = f"label map {here}, label {printable(pair.label)} {there}"
             raise DataError(f"{printable(path)}: {what}: shapes (height x width) must be equal")
         if number := int(((found == IGNORE_INDEX) & (label != IGNORE_INDEX)).sum()):
-            what = f"{counted(number, 'pixel', 'pixels')} without a class"
-            raise DataError(f"{printable(path)}: {what}: every labelled pixel needs one")
+            what = f"{counted(number, 'pixel', 'pixels')} without a class: every labelled pixel"
+            what += " needs one; where the program has a value for unclassified, write there the"
+            what += " class that it shall count as"
+            positions = self._perhaps_positions(path, label)
+            raise DataError(f"{printable(path)}: {what}{positions and f'; {positions}'}")
         return np.where(label == IGNORE_INDEX, np.uint8(0), found)
+
+    def _perhaps_positions(self, path: Path, label: np.ndarray) -> str:
+        """What to try where values are no ids, but could be train ids; else empty."""
+        with suppress(DataError):
+            found = label_format_of("train_ids").read(path, self.classes)
+            fits = found.shape == label.shape and (found[label != IGNORE_INDEX] != IGNORE_INDEX)
+            if type(self.form) is Ids and np.all(fits):
+                return "if its values are positions in the class file: --label-format train_ids"
+        return ""
 
     def count(self, task: Task, callbacks: Sequence[Callable[[Prediction], None]]) -> Outcome:
         """What is right and wrong, as of `evaluate_dataset`, but without probabilities."""
@@ -127,6 +166,17 @@ class LabelMaps:
         if isinstance(self.form, Ids) and are_positions and any(k not in own for k, own in ids):
             what = "all values are ids of the class file, and positions in it of other classes"
             raise ConfigError(f"{self.folder}: {what}: say --label-format ids, or train_ids")
+
+
+def _shared_ending(names: Sequence[str], owners: Mapping[str, set[int]]) -> str:
+    """What all names have behind those of images; empty: nothing, or some are those of images."""
+    if not names or any(name in owners for name in names):
+        return ""
+    ends = [names[0][-size:] for size in range(1, len(names[0]))]
+    ends = [end for end in ends if all(name.endswith(end) for name in names)]
+    number = {end: sum(name.removesuffix(end) in owners for name in names) for end in ends}
+    best = max(ends, key=number.__getitem__, default="")
+    return best if number.get(best) else ""
 
 
 def _owners(dataset: SegDataset) -> dict[str, set[int]]:
