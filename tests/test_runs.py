@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 
 import pytest
 from experiments import refusal, small, train, write_config, write_data
@@ -143,6 +144,23 @@ def test_what_is_not_complete_or_in_use_is_not_cleared(runs, lab):
     assert re.search(r"short: in use by process \d+ on \S+; wait for it to end\n", said)
     assert "cut: not complete, step 1 of 9; go on with segtrain train" in said
     assert "runs: expected the directory of a run" in said
+
+
+def test_a_refused_clearing_changes_nothing(runs, tmp_path, lab):
+    """Not even the lock file of a killed run, by which `watch` knows it."""
+    for name in ("early", "half"):
+        killed = tmp_path / name
+        shutil.copytree(runs / "cut", killed)
+        if name == "early":
+            shutil.rmtree(killed / "checkpoints")
+        (killed / ".lock").write_text("process 1 on host\n")
+        (killed / "checkpoints").mkdir(exist_ok=True)
+        (killed / "checkpoints/.last.pt.abcdefgh.tmp").touch()
+        before = {path: path.read_bytes() for path in killed.rglob("*") if path.is_file()}
+        said = lab.refused("runs", "--clear", killed)
+        assert ("has no checkpoint to clear" if name == "early" else "not complete") in said
+        after = {path: path.read_bytes() for path in killed.rglob("*") if path.is_file()}
+        assert after == before
 
 
 def test_without_best_the_newest_checkpoint_stays(runs, lab, capsys):

@@ -93,19 +93,31 @@ def _clear(directory: Path) -> int:
         UserError: there is no run, it is in use or not complete, or its checkpoints are damaged.
     """
     directory = run_directory.named_run(directory)
+    # First without the lock, which takes away the file of a killed run: a refusal changes nothing.
+    if not run_directory.is_locked(directory):
+        _check_complete(directory)
     with run_directory.RunLock(directory, elsewhere=""):
+        _check_complete(directory)
         checkpoints = CheckpointManager(directory / run_directory.CHECKPOINTS)
         # `clear` removes only files that `clean_up` has found to be the run's own.
         checkpoints.clean_up()
-        if checkpoints.is_cleared():
-            return 0
-        path, _ = checkpoints.newest()
-        if path is None:
-            raise ConfigError(f"{printable(directory)}: has no checkpoint to clear")
-        checkpoint = load(path)
-        config, _ = parse_experiment(checkpoint, path, needed=())
-        if not completion(config.train.steps, checkpoint.step, checkpoint.evaluated):
-            done = f"step {checkpoint.step} of {config.train.steps}"
-            again = f"segtrain train {run_directory.word_for(directory)} --resume"
-            raise ConfigError(f"{printable(directory)}: not complete, {done}; go on with {again}")
-        return checkpoints.clear()
+        return 0 if checkpoints.is_cleared() else checkpoints.clear()
+
+
+def _check_complete(directory: Path) -> None:
+    """UserError: there is something left to train; or checkpoints are damaged. Nothing is written.
+
+    A run that has been cleared is complete.
+    """
+    checkpoints = CheckpointManager(directory / run_directory.CHECKPOINTS)
+    if checkpoints.is_cleared():
+        return
+    path, _ = checkpoints.newest()
+    if path is None:
+        raise ConfigError(f"{printable(directory)}: has no checkpoint to clear")
+    checkpoint = load(path)
+    config, _ = parse_experiment(checkpoint, path, needed=())
+    if not completion(config.train.steps, checkpoint.step, checkpoint.evaluated):
+        done = f"step {checkpoint.step} of {config.train.steps}"
+        again = f"segtrain train {run_directory.word_for(directory)} --resume"
+        raise ConfigError(f"{printable(directory)}: not complete, {done}; go on with {again}")
