@@ -428,6 +428,18 @@ def test_a_moved_file_is_named_by_the_user(trained, lab):
     assert load_config(branch / "config.yaml").plugins == (str(moved),)
 
 
+def test_verify_asks_for_the_plugin_alone(trained, lab):
+    """A near name of segtrain's own is no second mistake, either."""
+    file = trained[1] / "config.yaml"
+    text = file.read_text()
+    plugins._absent.clear()
+    for kind in ("times", "fokal"):
+        file.write_text(text.replace("kind: times", f"kind: {kind}"))
+        (line,) = lab.refused("verify", trained[1]).splitlines()
+        assert "plugins: not imported: what is only looked at" in line
+        assert line.endswith(f"give --plugin {trained[0].with_name('my_loss.py')}")
+
+
 HOSTILE = "from pathlib import Path\nPath({!r}).touch()\n"
 
 

@@ -148,6 +148,8 @@ def _checked(
             ways = " ".join(dict.fromkeys(map(plugins.option_of, sorted(left, key=str))))
             what = "not imported: what is only looked at runs no code; if you trust it, give"
             mistakes.append(Mistake(("plugins",), f"{what} {ways}"))
+            # Names and options of theirs are unknown for that reason, which is no second mistake.
+            checked = []
         # A value that was refused is missing from the data, which is no second mistake.
         refused = [m.path for m in mistakes if m.path]
         mistakes += [m for m in checked if not any(_overlap(m.path, path) for path in refused)]
