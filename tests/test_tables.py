@@ -83,13 +83,13 @@ def test_the_numbers_are_those_of_numpy_and_scipy(sides):
     for row, (one, other, images) in zip(found.table, columns, strict=True):
         np.testing.assert_allclose(100 * np.array(row.scores[0]), one)
         np.testing.assert_allclose(100 * np.array(row.scores[1]), other)
-        # Variances of seeds, pooled, and of images; degrees by Welch and Satterthwaite.
-        pooled = (np.var(one, ddof=1) * 2 + np.var(other, ddof=1) * 3) / 5
-        of_seeds = pooled * (1 / 3 + 1 / 4)
+        # SciPy's variance and degrees of freedom of the seeds (Welch), and those of images.
+        seeds = stats.ttest_ind(other, one, equal_var=False)
+        of_seeds = ((other.mean() - one.mean()) / seeds.statistic) ** 2
         half = 100 * (images.high - images.low) / 2
         of_images = (half / stats.t.ppf(0.975, IMAGES - 1)) ** 2
         total = of_seeds + of_images
-        freedom = total**2 / (of_seeds**2 / 5 + of_images**2 / (IMAGES - 1))
+        freedom = total**2 / (of_seeds**2 / seeds.df + of_images**2 / (IMAGES - 1))
         wide = stats.t.ppf(0.975, freedom) * total**0.5
         value = other.mean() - one.mean()
         expected = np.array([value, value - wide, value + wide])
