@@ -1,4 +1,4 @@
-"""A word in the midst of the label's name is all that the image's name lacks; it may be a class.
+"""The label's name has one inner word more than the image's; the word may be a class.
 
     images/um_000.jpg   gt/um_road_000.png   gt/um_lane_000.png
     images/uu_000.jpg   gt/uu_road_000.png
@@ -19,7 +19,10 @@ from segtrain.desk.survey.file_names import FileName
 
 
 def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:
-    """Only words of letters are left out: numbers in the midst count scenes or frames."""
+    """Drops one inner word of letters; inner numbers count scenes or frames.
+
+    What is left must have a letter: 1_road_2 is no label of 1_2, which may be a mere count.
+    """
     by_parts: dict[tuple[str, ...], list[FileName]] = defaultdict(list)
     for image in images:
         by_parts[_parts(image.stem)].append(image)
@@ -40,9 +43,9 @@ def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:
             owners[label.path] = fitting[0].path
         elif fitting:
             unclear.append(label.path)
-    return OwnerClaim(owners, set(owners), unclear=unclear)
+    return OwnerClaim(owners, whole=set(owners), unclear=unclear)
 
 
 def _parts(stem: str) -> tuple[str, ...]:
-    """What lies between the signs of a name."""
+    """The parts of a name between separators."""
     return tuple(re.split(r"[_\-. ]+", stem))
