@@ -10,9 +10,10 @@ gt/train/a_1_mask.png: images/train/a_1.jpg
 gt/val/a_1_mask.png: images/val/a_1.jpg
 gt/val/a_2_mask.png: images/val/a_2.jpg
 
-A label belongs to the one image with the same core that has the most folders and words in common
-with it. If there are several such images, none is chosen: an order of names is never taken for a
-pairing. Nor is a label given to an image of another scene, whose folders go with each other.
+A label belongs to the image with the same core; if no image has it, to the one with the same stem.
+Of several such images, the one that shares the most folders and words with the label counts. If
+several are left, they must be bands of one image: the order of names never decides.
+A label is not given to an image of another scene: see `_Partners.are_of_other_scenes`.
 """
 
 from collections import Counter, defaultdict
@@ -29,8 +30,7 @@ def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:
     for image in images:
         by_core[image.core].append(image)
         by_stem[image.stem].append(image)
-    # The core first. Names may still be equal as a whole: what is cut off is decided folder by
-    # folder.
+    # The core first. Stems may be equal where cores differ: each folder cuts off its own words.
     fitting = [
         (label, nearest(label, by_core.get(label.core) or by_stem.get(label.stem, ())))
         for label in labels
@@ -38,28 +38,29 @@ def claim(images: Sequence[FileName], labels: Sequence[FileName]) -> OwnerClaim:
     partners = _Partners(fitting)
     owners: dict[str, str] = {}
     bands: dict[str, Sequence[str]] = {}
-    unclear, others, whole = [], [], set()
+    unclear, of_other_scenes, whole = [], [], set()
     for label, candidates in fitting:
-        # Three outcomes: the only fitting image is of another scene, as scene_1/img/002.png is for
-        # scene_2/mask/002.png; one image fits, perhaps in several bands; or several images fit, and
-        # nothing says which is meant.
-        is_stray = any(partners.are_others(label, image) for image in candidates)
+        # Three outcomes: the only candidate is of another scene, as scene_1/img/002.png is for
+        # scene_2/mask/002.png; one image fits, perhaps in several bands; or it is unclear, as
+        # several images fit, or one of several candidates is of another scene.
+        is_stray = any(partners.are_of_other_scenes(label, image) for image in candidates)
         if is_stray and len(candidates) == 1:
-            others.append(label.path)
+            of_other_scenes.append(label.path)
         elif not is_stray and _are_bands_of_one(candidates):
             first, *further = _photo_first(candidates)
             owners[label.path] = first
             if further:
                 bands[first] = further
+            # If one candidate has the label's stem, `nearest` has dropped those that do not.
             if label.stem == candidates[0].stem and has_letter(label.stem):
                 whole.add(label.path)
         elif candidates:
             unclear.append(label.path)
-    return OwnerClaim(owners, whole, bands, unclear, others)
+    return OwnerClaim(owners, whole, bands, unclear, of_other_scenes)
 
 
 def _are_bands_of_one(candidates: Sequence[FileName]) -> bool:
-    """Whether there is one image, or each file is another band: t0_B02.tif and t0_B03.tif."""
+    """Whether these are files of one image, each another band: t0_B02.tif and t0_B03.tif."""
     return bool(candidates) and len(set(map(band_of, candidates))) == len(candidates)
 
 
@@ -71,12 +72,12 @@ def _photo_first(candidates: Sequence[FileName]) -> list[str]:
 
 
 class _Partners:
-    """Which folders go together: those of labels with the folders of their only images."""
+    """Counts how often folders pair: that of a label with that of its only candidate."""
 
     def __init__(self, fitting: Iterable[tuple[FileName, Sequence[FileName]]]) -> None:
         self._of_labels: dict[str, Counter[str]] = defaultdict(Counter)
         self._of_images: dict[str, Counter[str]] = defaultdict(Counter)
-        self._cores: dict[str, set[str]] = defaultdict(set)  # in folders of images
+        self._cores: dict[str, set[str]] = defaultdict(set)  # of matched images, by image folder
         for label, images in fitting:
             for image in images:
                 self._cores[image.folder].add(image.core)
@@ -84,15 +85,15 @@ class _Partners:
                     self._of_labels[label.folder][image.folder] += 1
                     self._of_images[image.folder][label.folder] += 1
 
-    def are_others(self, label: FileName, image: FileName) -> bool:
-        """Whether the folders of both go with others, in which the same names come again.
+    def are_of_other_scenes(self, label: FileName, image: FileName) -> bool:
+        """Whether both folders mainly pair with other folders, and names come again there.
 
         scene_1/img   001.png 002.png           scene_1/mask   001.png 002.png
         scene_2/img   001.png         003.png   scene_2/mask   001.png 002.png 003.png
 
-        scene_2/mask goes with scene_2/img by 003.png, and 001.png comes again: 002.png of
-        scene_2/mask is not of scene_1/img. Where no name comes twice, as in masks of several
-        people, folders say nothing.
+        003.png pairs scene_2/mask with scene_2/img, and both img folders have a 001.png. So
+        002.png of scene_2/mask is no label of scene_1/img. If no name is in both, as in masks of
+        several people, folders say nothing. A label folder without any partner needs no such name.
         """
         here, there = label.folder, image.folder
         partners, rivals = self._of_labels[here], self._of_images[there]
@@ -107,5 +108,5 @@ class _Partners:
 
 
 def _is_main_partner(counts: Counter[str], folder: str) -> bool:
-    """Whether no folder comes more often in these counts."""
+    """Whether `folder` is counted, and none is counted more often."""
     return folder in counts and counts[folder] == max(counts.values())
