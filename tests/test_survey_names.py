@@ -124,6 +124,20 @@ def test_the_number_of_a_file_that_is_called_a_class_tells_the_class(word):
     assert [said[label].text for label in labels] == wanted
 
 
+@pytest.mark.parametrize(
+    ("image", "label", "wanted"),
+    [
+        ("img/{i}.jpg", "masks_v1/masks_v1/{i}.png", ("masks_v1",)),
+        ("train_city/{i}.jpg", "train_city/{i}_mask.png", ()),
+    ],
+)
+def test_a_folder_of_a_label_counts_by_its_place_and_is_none_of_the_image(image, label, wanted):
+    """The last role folder stays below one of its name; a folder of the image says nothing."""
+    images = {label.format(i=i): image.format(i=i) for i in FIVE}
+    names = {x.path: x for x in parse_names([*images.values(), *images])}
+    assert {x.folders for x in said_beside(images, names).values()} == {wanted}
+
+
 OBJECTS = [
     ("{i}", "{i}/{k}", lambda i: 3),
     ("{i}", "{i}/mask_{k}", lambda i: 2 + (i == 1)),
