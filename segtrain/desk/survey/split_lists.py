@@ -1,4 +1,4 @@
-"""Lists in a folder that say splits: what each says, and which of them belong together."""
+"""Lists of splits in a folder: what each says, and which belong together."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,18 +19,19 @@ from segtrain.desk.survey.list_names import (
 from segtrain.desk.survey.listed_images import ImageNames, named_images
 from segtrain.text import counted, first_of
 
-# A list called train of more of the images is one of all that there are.
+# A train list with at least this share of the images is a list of everything, not a split.
 _MOST_TRAINED = 0.9
-# An image that several lists name is of the last of these.
+# An image in several lists gets the last of these: nothing is evaluated on images of training, and
+# val is needed while training, test only later.
 _ORDER = "train", "test", "val"
 
 
 class SplitList(NamedTuple):
     """A list of the images of splits.
 
-    split_of: by the index of an image. by_name: whether the name says the split, and not the rows.
-    num_rows, num_lost: the rows of splits, and those of them that name no image, or several.
-    note: what else to say.
+    split_of: by the index of an image. by_name: whether the file name says the split, not the rows.
+    num_rows: the rows that have a split. num_lost: how many of them name no image, or several.
+    note: what else to tell the user.
     """
 
     path: str
@@ -42,16 +43,19 @@ class SplitList(NamedTuple):
 
     @property
     def is_of_others(self) -> bool:
-        """Whether it is about other images: most of its rows name none of the folder."""
+        """Whether it lists other images: no row names one of the folder.
+
+        If the name says more than a split, as cat_train.txt, it is enough that most rows name none.
+        """
         if self.num_lost == self.num_rows:
             return True
-        # val.txt after images were deleted: those that are left count, however few.
+        # val.txt after images were deleted: the images left count, however few.
         may_be_few = is_called_list(self.path) or not self.by_name
         return 2 * self.num_lost > self.num_rows and not may_be_few
 
     @property
     def lost_rows(self) -> str:
-        """How many rows name no image, in words."""
+        """A sentence that says how many rows name no image, or several."""
         verb = "names" if self.num_lost == 1 else "name"
         of_all = f"{self.num_lost} of {counted(self.num_rows, 'line', 'lines')}"
         return f"{self.path}: {of_all} {verb} no image, or several"
@@ -71,16 +75,16 @@ class ListedSplits(NamedTuple):
 
     @property
     def says_both_sides(self) -> bool:
-        """Whether they say what to train on, and what not."""
+        """Whether they name images to train on and images to evaluate on."""
         return {*self.split_of.values()} > {"train"}
 
     @property
     def evaluated(self) -> str:
-        """The list that names the images to evaluate on."""
+        """The path of the list whose split is last in `_ORDER`: that of val, if any."""
         return max(self.lists, key=lambda x: max(map(_ORDER.index, x.split_of.values()))).path
 
     def contradicts(self, other: "ListedSplits") -> bool:
-        """Whether an image is trained on by one, and evaluated on by the other."""
+        """Whether one trains on an image on which the other evaluates."""
         both = self.split_of.keys() & other.split_of.keys()
         return any((self.split_of[i] == "train") != (other.split_of[i] == "train") for i in both)
 
@@ -88,40 +92,40 @@ class ListedSplits(NamedTuple):
 def read_split_lists(
     folder: Path, lists: Sequence[str], images: Sequence[Image]
 ) -> tuple[list[SplitList], list[str]]:
-    """The lists whose names or rows say splits of these images; and notes on those of others."""
+    """The lists that say splits of these images, and notes on lists that are not used."""
     if not lists:
         return [], []
     names = ImageNames(images)
     found = [x for path in lists if (x := _split_list(folder, path, names))]
-    # instances_train.json of another task says nothing here, and is not worth a note.
+    # instances_train.json of another task names none of these images: no note.
     odd = [x for x in found if x.is_of_others and (x.num_lost < x.num_rows or split_in(x.path))]
     notes = [f"{x.lost_rows}: it is not used" for x in odd]
     return [x for x in found if not x.is_of_others], notes
 
 
 def taken_together(lists: Iterable[SplitList], images: Sequence[Image]) -> list[ListedSplits]:
-    """Lists that belong together, those first that count: of this task, then of the most images."""
+    """Groups of lists, best first: in a folder called after labels, most images, shortest path."""
     together: dict[tuple[str, ...], list[SplitList]] = defaultdict(list)
     for one in lists:
-        # fold_0/train and fold_0/val go together, and so do train_a and val_a.
+        # A group: fold_0/train and fold_0/val, or train_a and val_a.
         own = [one.path] if said_split(one.path) is None else other_words(one.path)
         together[str(PurePosixPath(one.path).parent), *own].append(one)
     every = [_merged(found) for found in together.values()]
     whole = [x for x in every if x.says_both_sides]
     if not whole and every:
-        # Training/train_id.txt and Validation/val_id.txt, each in a folder of its split.
+        # All lists together may name both sides: Training/train_id.txt, Validation/val_id.txt.
         merged = _merged([y for x in every for y in x.lists])
         whole = [merged] if merged.says_both_sides else []
-    # Lists that say what is trained on are no rivals of those that leave it open.
+    # If any group names both sides, groups that name only one are dropped.
     every = whole or [y for x in every if (y := _with_rest(x, images))]
-    # Of equal ones that with the shortest names: train, and not aeroplane_train.
+    # Among equals, the shortest path first: train.txt before aeroplane_train.txt.
     return sorted(
         every, key=lambda x: (not x.is_of_task, -len(x.split_of), len(x.lists[0].path), x.lists)
     )
 
 
 def notes_on(found: ListedSplits, images: Sequence[Image]) -> Iterator[str]:
-    """What is odd about lists that are used."""
+    """What the user should know of lists that are used: lost rows, and images in two lists."""
     for one in found.lists:
         if one.num_lost:
             yield one.lost_rows
@@ -137,7 +141,7 @@ def notes_on(found: ListedSplits, images: Sequence[Image]) -> Iterator[str]:
 
 
 def _split_list(folder: Path, path: str, names: ImageNames) -> SplitList | None:
-    """The list in this file; None: neither its name nor its rows say a split."""
+    """The list in this file; None if neither its name nor its rows say a split."""
     file = read_list(folder / path)
     by_name = not any(row.split for row in file.rows)
     said = "val" if is_called_fold(path) else said_split(path)
@@ -152,13 +156,12 @@ def _split_list(folder: Path, path: str, names: ImageNames) -> SplitList | None:
 
 
 def _last_said(pairs: Iterable[tuple[int, str]]) -> dict[int, str]:
-    """The split of each image, by its index; where several are said, the last of `_ORDER`."""
+    """The split of each image, by its index; of several splits, the last in `_ORDER`."""
     return dict(sorted(pairs, key=lambda pair: _ORDER.index(pair[1])))
 
 
 def _merged(lists: Sequence[SplitList]) -> ListedSplits:
-    """What lists say together."""
-    # trainval.txt repeats what train.txt and val.txt say.
+    """Joins lists; leaves out trainval.txt if the others name train and val."""
     others = [x for x in lists if not _is_trainval(x.path)]
     if {"train", "val"} <= {split for x in others for split in x.split_of.values()}:
         lists = others
@@ -171,9 +174,10 @@ def _is_trainval(path: str) -> bool:
 
 
 def _with_rest(found: ListedSplits, images: Sequence[Image]) -> ListedSplits | None:
-    """All other images on the other side, where lists say one side; None: they say all or none.
+    """Adds the images that no list names: to "val" beside train lists, else to "train".
 
-    Those of a folder for the test stay apart.
+    Images in a test folder that no list names become "test". None if the lists name too many
+    images to be one side: 90 % for train alone, 50 % for val or test alone, else all.
     """
     splits = {*found.split_of.values()}
     if splits == {"train"}:
@@ -183,7 +187,6 @@ def _with_rest(found: ListedSplits, images: Sequence[Image]) -> ListedSplits | N
     else:  # fastai's valid.txt
         rest, most = "train", 0.5
     others = [i for i, x in enumerate(images) if i not in found.split_of and x.split != "test"]
-    # A single list of most images names what there is, and no split.
     number = len(found.split_of) + len(others)
     if len(found.split_of) >= most * number:
         return None
