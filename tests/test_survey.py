@@ -374,6 +374,39 @@ def test_masks_that_few_images_have_on_the_area_of_others_are_asked_about(
     assert_labels(found, truth)
 
 
+def test_of_several_rare_masks_not_all_may_lie_on_others(folder, asked):
+    """The pixels that are in several files may be those of one class alone."""
+    for i, _, _ in images_in(folder, "images/s{i:02}.png", 8):
+        save(folder / f"masks/s{i:02}_lesion.png", mask_of(disc(i, 20)))
+        if i < 2:
+            save(folder / f"masks/s{i:02}_region.png", mask_of(disc(i, 5)))
+            corner = np.zeros((64, 80), bool)
+            corner[:6, :10] = True
+            save(folder / f"masks/s{i:02}_stamp.png", mask_of(corner & ~disc(i, 20)))
+    assert "region (2 images), stamp (2 images), which may lie on others" in asked()
+
+
+@pytest.mark.parametrize("task", [(), ("--task", "multilabel")])
+def test_a_class_list_names_numbered_files_that_overlap_too(folder, init, task):
+    for i, _, _ in images_in(folder, "images/s{i:02}.png"):
+        for number, shown in enumerate((disc(i, 20), disc(i, 5)), start=1):
+            save(folder / f"masks/class_{number}/s{i:02}.png", mask_of(shown))
+    (folder / "classes.txt").write_text("liver\nlesion\n")
+    init(*task)
+    assert names(folder) == (*(() if task else ("background",)), "liver", "lesion")
+
+
+def test_an_ignored_class_without_pixels_is_said_once(folder, init):
+    for i, _, _ in images_in(folder, "images/s{i:02}.png"):
+        side = np.arange(80) < 40
+        shown = {"left": disc(i) & side, "right": disc(i) & ~side, "void": disc(i) & False}
+        for name, mask in shown.items():
+            save(folder / f"masks/s{i:02}_{name}.png", mask_of(mask))
+    _, said = init()
+    assert "ignored: void, by name" in said
+    assert "no class: void" not in said
+
+
 def test_a_class_of_which_nothing_is_left_is_refused(folder, refused):
     for i, _, _ in images_in(folder, "images/s{i:02}.png"):
         parts = {"left": disc(i) & (np.arange(80) < 40), "right": disc(i) & (np.arange(80) >= 40)}

@@ -1,8 +1,8 @@
-"""The classes of labels that have a file for each class, or for each object of the only one."""
+"""Classes of labels with a file for each class, or for each object of a single class."""
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from segtrain.desk.survey.class_table import Class, Classes
 from segtrain.desk.survey.label_set import LabelSet
@@ -12,31 +12,32 @@ from segtrain.errors import ConfigError, DataError, refuse_unused
 from segtrain.text import counted, first_of
 from segtrain.types import IGNORE_INDEX
 
-# Of the images: how many have a mask of a part at most, and of the whole at least; and of a part's
-# pixels, how many lie on others.
-_FEW, _NEARLY_ALL = 0.25, 0.9
+_MOST_WITH_PART = 0.25  # of the images
+_LEAST_WITH_WHOLE = 0.9  # of the images
+_LEAST_ON_OTHERS = 0.9  # of the pixels of a part
 
 
 def classes_of_files(survey: Survey, labels: LabelSet, answers: Answers) -> Classes:
-    """The background, what the files show, and what they show that has no class by its name.
+    """The classes: the background, and each class with pixels; void names are ignored.
 
     Raises:
-        ConfigError: --names does not fit, or --ignore is about values.
-        DataError: as `_overlapping`.
+        ConfigError: --names does not fit, or --ignore is given.
+        UndecidedError: a mask may be a class or a region of interest.
+        DataError: classes may overlap, and no file shows anything.
     """
     if answers.ignore:
         held = f"{labels.pattern}: a file for each class or object"
         refuse_unused(vars(answers), "ignore", held)
     numbers = range(1, len(labels.classes) + 1)
-    without = labels.void
+    ignored = labels.void
     background = [i for i in numbers if labels.classes[i - 1].lower() == "background"]
     shown = [i for i in numbers if i in labels.values and labels.values[i].pixels]
-    kept = [0, *(i for i in shown if i not in (*without, *background))]
+    kept = [0, *(i for i in shown if i not in (*ignored, *background))]
     words = _named(survey, labels.classes)
     names = ("background", *(words[i - 1] for i in kept[1:]))
     is_one = labels.is_one_class
     if labels.overlapping:
-        return _overlapping(survey, labels, kept[1:], answers)
+        return _overlapping(survey, labels, dict(zip(kept[1:], names[1:], strict=True)), answers)
     if answers.names is None:
         _ask_about_parts(labels, kept[1:])
     if answers.names is not None and is_one:
@@ -60,48 +61,52 @@ def classes_of_files(survey: Survey, labels: LabelSet, answers: Answers) -> Clas
             "counts, and --task multilabel keeps all"
         )
     reasons = [reason]
-    if without:
-        reasons.append(f"ignored: {first_of(labels.classes[i - 1] for i in without)}, by name")
-    if empty := [labels.classes[i - 1] for i in numbers if i not in (*shown, *background)]:
+    if ignored:
+        reasons.append(f"ignored: {first_of(labels.classes[i - 1] for i in ignored)}, by name")
+    if empty := [words[i - 1] for i in numbers if i not in (*shown, *background, *ignored)]:
         reasons.append(f"no class: {first_of(empty)}, whose files show nothing")
     classes = []
     for i, name in zip(kept, names, strict=True):
-        # Files of a class called background show what none of the others shows.
+        # Files of a class called background show the rest, as value 0 does.
         values = (i,) if i else (0, *background)
         pixels = sum(labels.values[v].pixels for v in values if v in labels.values)
         classes.append(Class(name, values, None, pixels))
     return Classes(
         tuple(classes),
-        tuple(without),
+        tuple(ignored),
         tuple(reasons),
-        ignored_names={i: labels.classes[i - 1] for i in without},
-        ignored_pixels=sum(labels.values[i].pixels for i in without if i in labels.values),
+        ignored_names={i: labels.classes[i - 1] for i in ignored},
+        ignored_pixels=sum(labels.values[i].pixels for i in ignored if i in labels.values),
     )
 
 
 def _ask_about_parts(labels: LabelSet, shown: Sequence[int]) -> None:
-    """Asks about masks that few images have, on the area of one that nearly all have.
+    """Asks about masks that few images have and that lie on others, if nearly all have another.
 
-    A tumour on its organ is a class; a region of interest on a lesion is none.
+    A tumour on its organ is a class; a region of interest on a lesion is none. `labels.claimed`
+    is the overlap of all classes: of several parts, some may not lie on others.
     """
     files = Counter(
         k for own in labels.labels.values() for k in {labels.class_of.get(x) for x in own}
     )
-    most, few = _NEARLY_ALL * len(labels.labels), _FEW * len(labels.labels)
+    number = len(labels.labels)
     parts = [
         k
         for k in shown
-        if files[k] <= few and labels.claimed >= _NEARLY_ALL * labels.values[k].pixels
+        if files[k] <= _MOST_WITH_PART * number
+        and labels.claimed >= _LEAST_ON_OTHERS * labels.values[k].pixels
     ]
-    if not parts or not any(files[k] >= most for k in shown):
+    if not parts or not any(files[k] >= _LEAST_WITH_WHOLE * number for k in shown):
         return
+    in_parts = sum(labels.values[k].pixels for k in parts)
+    lie = "lie" if labels.claimed >= _LEAST_ON_OTHERS * in_parts else "may lie"
     names = [labels.classes[k - 1] for k in shown]
     others = [labels.classes[k - 1] for k in shown if k not in parts]
     counts = first_of(
         [f"{labels.classes[k - 1]} ({counted(files[k], 'image', 'images')})" for k in parts]
     )
     raise UndecidedError(
-        f"{labels.pattern}: few images have masks of {counts}, which lie on others: classes?",
+        f"{labels.pattern}: few images have masks of {counts}, which {lie} on others: classes?",
         [
             Reading("classes of their own", names_option(names)),
             Reading("no data", f"{names_option(others)} --leave-out labels"),
@@ -110,36 +115,38 @@ def _ask_about_parts(labels: LabelSet, shown: Sequence[int]) -> None:
 
 
 def _named(survey: Survey, words: Sequence[str]) -> Sequence[str]:
-    """The words, or what a list calls them that numbers its classes, where they are numbers."""
+    """If all words are numbers, their names from a class list; else the words."""
     if all(word.isdecimal() for word in words):
         numbers = [int(word) for word in words]
         for legend in survey.legends:
             entries = legend.classes
-            if not legend.has_values:  # counted from 1, as 0 is the background
+            if not legend.has_values:  # count from 1, as 0 is the background
                 entries = [x._replace(value=i) for i, x in enumerate(entries, start=1)]
             name_of = {entry.value: entry.name for entry in entries}
-            if name_of.keys() >= {*numbers} and min(numbers) > 0:
+            if name_of.keys() >= {*numbers} and min(numbers, default=0) > 0:
                 return [name_of[number] for number in numbers]
     return words
 
 
 def _the_only_name(survey: Survey) -> str:
-    """The name of the one class that lists beside the data have but for a background, or empty."""
+    """The name of the only class in the class lists, background aside; else empty."""
     every = (entry for legend in survey.legends for entry in legend.classes)
     names = {entry.name for entry in every if not entry.means_no_class} - {"background"}
     return names.pop() if len(names) == 1 else ""
 
 
 def _overlapping(
-    survey: Survey, labels: LabelSet, kept: Sequence[int], answers: Answers
+    survey: Survey, labels: LabelSet, name_of: Mapping[int, str], answers: Answers
 ) -> Classes:
-    """The classes `kept` of files of their own, each found by itself.
+    """Classes that may overlap, without a background; name_of: by their numbers.
 
-    DataError: no file shows anything. ConfigError: --names for one class gives more.
+    Raises:
+        DataError: no file shows anything.
+        ConfigError: --names gives several names for one class.
     """
-    if not kept:
+    if not name_of:
         raise DataError(f"{labels.pattern}: no file shows anything")
-    names = [labels.classes[i - 1] for i in kept]
+    kept, names = [*name_of], [*name_of.values()]
     if answers.names is not None and labels.is_one_class:
         if len(answers.names) > 1:
             raise ConfigError(f"--names {','.join(answers.names)}: the files show one class")
@@ -152,12 +159,12 @@ def _overlapping(
     owned = Counter(
         i for files in labels.labels.values() for i in {labels.class_of.get(f, 1) for f in files}
     )
-    if without := [
+    if without_file := [
         f"{name} ({len(labels.labels) - owned[i]})"
         for i, name in zip(kept, names, strict=True)
         if owned[i] < len(labels.labels)
     ]:
-        reasons.append(f"images without a file of a class do not show it: {first_of(without)}")
+        reasons.append(f"images without a file of a class do not show it: {first_of(without_file)}")
     if labels.void:
         reasons.append(f"ignored: {first_of(labels.classes[i - 1] for i in labels.void)}, by name")
     classes = [
