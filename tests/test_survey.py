@@ -35,13 +35,16 @@ from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.rims import blended_pixels
 from segtrain.data.read.sources import source_of, sources_of
 from segtrain.data.read.tiles import TileBox, overlapping
+from segtrain.desk.survey.affixes import parse_names
 from segtrain.desk.survey.balance import balance
 from segtrain.desk.survey.choose_set import choose_labels
 from segtrain.desk.survey.class_ids import train_ids
 from segtrain.desk.survey.class_table import Class, Classes
-from segtrain.desk.survey.contents import ValueFacts
+from segtrain.desk.survey.contents import LabelFacts, ValueFacts
 from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.label_set import LabelSet
+from segtrain.desk.survey.label_sets import label_sets
+from segtrain.desk.survey.pairs import Matches
 from segtrain.desk.survey.questions import Answers, UndecidedError
 from segtrain.desk.survey.splits import Splits, choose_splits
 from segtrain.desk.survey.survey import Survey, survey
@@ -405,6 +408,17 @@ def test_an_ignored_class_without_pixels_is_said_once(folder, init):
     _, said = init()
     assert "ignored: void, by name" in said
     assert "no class: void" not in said
+
+
+def test_the_pattern_of_a_set_without_a_word_has_one_star():
+    """KITTI: um_1.png and um_road_1.png for um_1.jpg."""
+    paths = ["img/um_1.jpg", "gt/um_1.png", "gt/um_road_1.png"]
+    by_path = {x.path: x for x in parse_names(paths)}
+    mask = LabelFacts("ids", (4, 4), dict.fromkeys((0, 1, 2), ValueFacts(8, 4, 1, "")))
+    facts = {x.pattern: [mask] for x in by_path.values()}
+    matches = Matches({paths[0]: paths[1:]}, bands={}, unclear=[], alone=[])
+    found = {x.pattern for x in label_sets(Path(), matches, by_path, facts)}
+    assert found == {"gt/*.png", "gt/*road*.png"}
 
 
 def test_a_class_of_which_nothing_is_left_is_refused(folder, refused):

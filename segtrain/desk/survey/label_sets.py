@@ -1,4 +1,4 @@
-"""The label files of a folder in sets of one kind: files of classes, of objects, or of versions."""
+"""Divides the label files of a folder into sets of one kind: classes, objects, or versions."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,11 +16,11 @@ from segtrain.desk.survey.label_set import ONE_CLASS, LabelSet, total_values
 from segtrain.desk.survey.pairs import Matches
 from segtrain.errors import DataError
 
-# Files of a set that are read where a sample is enough.
+# Images of a set whose files are read where a sample is enough.
 SAMPLE = 6
-# Two masks of a higher IoU are two labels of one thing.
+# Two masks with a higher IoU label the same thing.
 _SAME_AREA = 0.5
-# Classes are compared two by two: of more, some.
+# At most this many sets are compared pairwise.
 _MOST_COMPARED = 6
 
 _ByImage = Mapping[str, tuple[str, ...]]
@@ -35,10 +35,10 @@ def label_sets(
 ) -> Iterator[LabelSet]:
     """The labels of the images, in sets of one kind.
 
-    names: of images and labels, by path. facts: of some files of each pattern. classes: words known
-    to be classes, even if their masks show nearly the same; None: all words are.
+    names: of images and labels, by path. facts: of some files of each pattern. classes: words that
+    are classes, even if their masks show nearly the same; None: all words are.
 
-    Masks of cars and of roads are one set: car is 1, road 2.
+    Masks of cars and masks of dogs are one set: car is 1, dog 2.
 
     >>> from segtrain.desk.survey.contents import ValueFacts
     >>> from segtrain.desk.survey.affixes import parse_names
@@ -61,22 +61,23 @@ def label_sets(
         yield _together(alike, words, names)
         sets = {key: by_image for key, by_image in sets.items() if key not in binary}
     shown = {key: _pattern(key, by_image, names) for key, by_image in sets.items()}
-    # Where folders of splits or scenes tell sets apart, they are shown; where a word in the midst
-    # of names does, as road of um_road_1, it stands in the star.
+    # Sets with equal patterns get folders of splits and scenes, too; if they are still equal, the
+    # inner word of their names: *road* for um_road_1.
     shown |= {key: _whole_pattern(sets[key], names) for key in _of_several(shown)}
-    shown |= {key: shown[key].replace("*", f"*{key.word}*") for key in _of_several(shown)}
+    inner = {key: f"*{key.word}*" if key.word else "*" for key in shown}
+    shown |= {key: shown[key].replace("*", inner[key]) for key in _of_several(shown)}
     for key, by_image in sets.items():
         yield _of_one_kind(shown[key], by_image, samples[key])
 
 
 def _of_several(shown: Mapping[LabelWords, str]) -> list[LabelWords]:
-    """The sets whose patterns others have, too."""
+    """The sets that share their pattern with another set."""
     count = Counter(shown.values())
     return [key for key, pattern in shown.items() if count[pattern] > 1]
 
 
 def _of_alike_places(sets: Mapping[LabelWords, _ByImage]) -> dict[LabelWords, _ByImage]:
-    """The sets, train/label/car/ and val/segmentation label/car/ as one; of different images."""
+    """Joins sets that differ only in role folders and share no image: label/car/, mask/car/."""
     joined: dict[LabelWords, _ByImage] = {}
     for key, by_image in sets.items():
         places = (x for x in joined if x.beside_roles == key.beside_roles)
@@ -87,20 +88,20 @@ def _of_alike_places(sets: Mapping[LabelWords, _ByImage]) -> dict[LabelWords, _B
 
 def _are_classes(
     folder: Path,
-    binary: Mapping[LabelWords, _ByImage],
+    alike: Mapping[LabelWords, _ByImage],
     words: Sequence[str],
     classes: Collection[str] | None,
 ) -> bool:
-    """Whether the words of sets are classes, and not people who labelled the same, or places."""
+    """Whether the words of the sets are classes, not places or people who labelled the same."""
     known = {x.partition("=")[0].lower() for x in classes or ()}
     if classes is None or {x.lower() for x in words} <= known:
         return True
-    # Where each image has a file of one word, this may be a class, a place, or who drew it: asked.
-    files = Counter(chain.from_iterable(binary.values()))
-    if max(files.values()) == 1:
+    # If each image is in one set, the word may be a class, a place or a person: the user is asked.
+    sets_per_image = Counter(chain.from_iterable(alike.values()))
+    if max(sets_per_image.values()) == 1:
         return False
-    # Classes may lie on each other, but not each on all others.
-    some = combinations(list(binary.values())[:_MOST_COMPARED], 2)
+    # Some classes may lie on each other, but not all.
+    some = combinations(list(alike.values())[:_MOST_COMPARED], 2)
     return not all(_sets_overlap(folder, *two) for two in some)
 
 
@@ -110,13 +111,13 @@ def _sets(
     names: Mapping[str, FileName],
     facts: Mapping[str, list[LabelFacts]],
 ) -> dict[LabelWords, _ByImage]:
-    """The labels by what their paths say, so that in a set each image has one label.
+    """Groups the labels by what their paths say, until each image has one label in a set.
 
-    It may have several if they are masks of its objects. facts: as for `label_sets`.
+    It may have several if they are masks of objects. facts: as for `label_sets`.
     """
     said = said_beside({file: image for image, files in labels.items() for file in files}, names)
     sets = _grouped(labels, said)
-    # What paths say less clearly counts only where an image has several files in a set.
+    # Folders that `said_beside` left out divide only sets in which an image has several files.
     for more in (LabelWords.with_numbers, LabelWords.with_folders):
         divided = [key for key, by_image in sets.items() if _has_several_files(by_image)]
         said = _said_more(said, sets, divided, more)
@@ -134,22 +135,22 @@ def _sets(
 def _said_more(
     said: Mapping[str, LabelWords],
     sets: Mapping[LabelWords, _ByImage],
-    divided: Iterable[LabelWords],
+    to_divide: Iterable[LabelWords],
     more: Callable[[LabelWords], LabelWords],
 ) -> dict[str, LabelWords]:
-    """What paths say, with more of the files of the sets that are to be divided."""
-    files = chain.from_iterable(chain(*sets[key].values()) for key in divided)
+    """`said`, with `more` applied to every file of the sets `to_divide`."""
+    files = chain.from_iterable(chain(*sets[key].values()) for key in to_divide)
     return {**said, **{file: more(said[file]) for file in files}}
 
 
 def _divided(
     sets: Mapping[LabelWords, _ByImage],
-    divided: Sequence[LabelWords],
+    to_divide: Sequence[LabelWords],
     said: Mapping[str, LabelWords],
 ) -> dict[LabelWords, _ByImage]:
-    """The sets, with some of them divided by what their paths say; their parts come last."""
-    parts = {key: x for key, x in sets.items() if key not in divided}
-    for key in divided:
+    """Divides the sets `to_divide` by what their paths say; the parts come last."""
+    parts = {key: x for key, x in sets.items() if key not in to_divide}
+    for key in to_divide:
         parts |= _grouped(sets[key], said)
     return parts
 
@@ -157,7 +158,7 @@ def _divided(
 def _grouped(
     labels: Mapping[str, Sequence[str]], said: Mapping[str, LabelWords]
 ) -> dict[LabelWords, _ByImage]:
-    """The labels of each image, by what the path of each file says."""
+    """Groups labels by what their paths say: the files of each image in each group."""
     by_key: dict[LabelWords, dict[str, tuple[str, ...]]] = defaultdict(lambda: defaultdict(tuple))
     for image, files in labels.items():
         for file in files:
@@ -173,15 +174,15 @@ def _has_several_files(by_image: _ByImage) -> bool:
 def _sample_of(
     by_image: _ByImage, names: Mapping[str, FileName], facts: Mapping[str, list[LabelFacts]]
 ) -> list[LabelFacts]:
-    """The facts about files of a set, each once."""
+    """The facts of the files of a set, without repeats."""
     patterns = {names[file].pattern for files in by_image.values() for file in files}
-    # Patterns that differ in folders of splits share one list.
+    # Patterns that differ only in folders of splits share one list of facts.
     lists = {id(facts[pattern]): facts[pattern] for pattern in sorted(patterns)}
     return list(chain.from_iterable(lists.values()))
 
 
 def _pattern(key: LabelWords, by_image: _ByImage, names: Mapping[str, FileName]) -> str:
-    """The patterns of the files, without folders of splits and scenes."""
+    """The first three patterns of the files, without folders of splits and scenes."""
     patterns = {
         "/".join([*key.folders, PurePosixPath(names[file].pattern).name])
         for files in by_image.values()
@@ -197,7 +198,7 @@ def _whole_pattern(by_image: _ByImage, names: Mapping[str, FileName]) -> str:
 def _together(
     sets: Mapping[LabelWords, _ByImage], words: Sequence[str], names: Mapping[str, FileName]
 ) -> LabelSet:
-    """One set of several, each of which shows one of the classes; equal words are one class."""
+    """Joins sets of one class each into one set; equal words are one class."""
     labels: dict[str, tuple[str, ...]] = defaultdict(tuple)
     class_of: dict[str, int] = {}
     classes = tuple(dict.fromkeys(words))
@@ -210,7 +211,7 @@ def _together(
 
 
 def _of_one_kind(pattern: str, by_image: _ByImage, sample: Sequence[LabelFacts]) -> LabelSet:
-    """The set of these labels, whose kind is that of most files in the sample."""
+    """The set of these labels; its kind is that of most files in the sample, pictures left out."""
     usable = [file for file in sample if file.kind != "picture"]
     return LabelSet(
         pattern=pattern,
@@ -222,30 +223,30 @@ def _of_one_kind(pattern: str, by_image: _ByImage, sample: Sequence[LabelFacts])
 
 
 def is_binary(facts: Iterable[LabelFacts]) -> bool:
-    """Whether files hold 0 and one more value, each its own."""
+    """Whether each file holds at most one value beside 0; files may differ in that value."""
     value_sets = [set(file.values) for file in facts if file.kind in ("ids", "two")]
     return bool(value_sets) and all(len(values | {0}) <= 2 for values in value_sets)
 
 
 def _sets_overlap(folder: Path, one: _ByImage, other: _ByImage) -> bool:
-    """Whether masks of two sets are labels of one thing, and not of two classes."""
+    """Whether masks of two sets mostly show the same area, so that they are not two classes."""
     images = spread(sorted(one.keys() & other.keys()), SAMPLE)
     return _median_iou_is_high(folder, [(one[image][0], other[image][0]) for image in images])
 
 
 def _are_objects(folder: Path, by_image: _ByImage, sample: Iterable[LabelFacts]) -> bool:
-    """Whether masks lie beside each other: those of two people lie on each other."""
+    """Whether masks of one image are objects, beside each other, not one area by two people."""
     return is_binary(sample) and not _files_overlap(folder, by_image)
 
 
 def _files_overlap(folder: Path, by_image: _ByImage) -> bool:
-    """Whether masks of one image lie on each other: the first two, in a sample of images."""
+    """Whether the first two masks of an image mostly show the same area, in a sample of images."""
     images = spread(sorted(x for x, files in by_image.items() if len(files) > 1), SAMPLE)
     return _median_iou_is_high(folder, [by_image[image][:2] for image in images])
 
 
 def _median_iou_is_high(folder: Path, pairs: Iterable[tuple[str, ...]]) -> bool:
-    """Whether two masks share most of their area, in the median of all pairs."""
+    """Whether the median IoU of all pairs of masks is above `_SAME_AREA`."""
     ious = []
     for pair in pairs:
         with suppress(DataError):
