@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,6 +50,13 @@ def table(self, x):
     return x
 
 
+def kept(self, x):
+    if not self.training:
+        self.scales = [self.conv.weight.detach().mean()]
+        x = x * self.scales[0]
+    return x
+
+
 def layer_norm(_, x):
     return F.layer_norm(x, x.shape[1:])
 
@@ -68,6 +76,9 @@ def impossible(_, x):
         (attention_over_images, "the features of an image depend on other images"),
         (lambda _, x: F.batch_norm(x, None, None, training=True), "depend on other images"),
         (lambda _, x: x.flip(0), "depend on other images"),
+        (lambda _, x: x - x.mean((0, 2, 3), keepdim=True).detach(), "other images, or on chance"),
+        (lambda _, x: x * np.random.rand(), "other images, or on chance"),
+        (kept, "scales keeps values"),
         (dropout, "changes torch's random numbers, which depend on the rank"),
         (counting, "changes the buffer .calls, which depend"),
         (table, ".tables keeps values that new weights would not change"),

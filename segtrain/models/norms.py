@@ -57,6 +57,6 @@ def kept_norms(backbone: nn.Module) -> str:
     leaves = [one for one in leaves if not any(one.children())]
     own = [one for one in leaves if isinstance(one, _BatchNorm | type(group_norm(1)))]
     kept = ", ".join(sorted({type(one).__name__ for one in leaves if one not in own}))
-    return f"; the backbone has {kept} {'too' if own else 'instead'}, of each image alone" * bool(
-        kept
-    )
+    if not kept:
+        return ""
+    return f"; the backbone has {kept} {'too' if own else 'instead'}, of each image alone"

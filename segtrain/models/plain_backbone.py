@@ -49,7 +49,8 @@ class PlainBackbone(nn.Module):
                 raise _wrong(self.name, f"{what}, which segtrain's has")
         replace_norms(network, norm, self.name)
         refuse_random_layers(network, self.name)
-        refuse_by_trial(network, self.name, _maps)
+        if norm is not nn.BatchNorm2d:  # the norm of inference: what is trained was tried
+            refuse_by_trial(network, self.name, _maps)
         self.network = network
 
     @property

@@ -63,7 +63,8 @@ class TimmBackbone(nn.Module):
                 f"model.backbone: {self.name} has features of strides {strides}; needed are three "
                 f"or more, 4 before the last two and model.output_stride {model.output_stride} last"
             )
-        refuse_by_trial(self.network, self.name)
+        if norm is not nn.BatchNorm2d:  # the norm of inference: what is trained was tried
+            refuse_by_trial(self.network, self.name)
         self._low, self._aux = strides.index(4), len(strides) - 2
         channels = info.channels()
         self.channels = FeatureChannels(channels[self._low], channels[self._aux], channels[-1])

@@ -5,7 +5,7 @@ small images go through a copy of the network.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from segtrain.parts import changed_state
 from segtrain.text import MAX_NAME, printable
 
 _SIZE = (65, 97)  # a multiple of no stride
+# Of the largest feature: float32 in another order of its sums, far below what another image moves.
+_ROUNDING = 1e-4
 
 
 def refuse_by_trial(
@@ -40,9 +42,11 @@ def refuse_by_trial(
     images = images.view(2, 3, *_SIZE).requires_grad_()
     try:
         with torch.enable_grad(), changed_state(trial) as changed:
-            joins = _joins_images(maps(trial(images)), images)
-        before = _held(trial.eval())
+            features = maps(trial(images))
+            joins = _joins_images(features, images)
         with torch.no_grad():
+            others = maps(trial(torch.stack([images[0], images[0]])))
+            before = _held(trial.eval())
             trial(images)
     except Exception as error:  # foreign code may raise anything
         raise _refused(
@@ -52,6 +56,9 @@ def refuse_by_trial(
         raise _refused(name, f"a forward pass changes {changed[0]}, which depend on the rank")
     if joins:
         raise _refused(name, "the features of an image depend on other images of the batch")
+    # What has no gradient: statistics that are detached, numbers from elsewhere.
+    if not all(_is_close(one[0], other[0]) for one, other in zip(features, others, strict=True)):
+        raise _refused(name, "the features of an image depend on other images, or on chance")
     if kept := _held(trial) - before:
         raise _refused(name, f"{min(kept)} keeps values that new weights would not change")
 
@@ -67,15 +74,26 @@ def _joins_images(features: Sequence[Tensor], images: Tensor) -> bool:
     return gradient is not None and bool(gradient[1].any())
 
 
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    """Whether features are equal but for rounding."""
+    return bool((one - other).abs().max() <= _ROUNDING * one.abs().max())
+
+
 def _held(network: nn.Module) -> set[str]:
     """Where layers hold tensors beside parameters and buffers, such as tables made of weights."""
     return {
         f"{path}.{name}"
         for path, layer in network.named_modules()
         for name, value in vars(layer).items()
-        if isinstance(value, dict) and any(isinstance(v, Tensor) for v in value.values())
-        if not name.startswith("_")
+        if not name.startswith("_") and any(isinstance(x, Tensor) for x in _parts_of(value))
     }
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    """What a dict, list or tuple holds, or the value itself."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def _refused(name: str, what: str) -> ConfigError:
