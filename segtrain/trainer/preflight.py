@@ -191,6 +191,7 @@ def start_lines(
     places = f" on {machines} machines" if machines > 1 else ""
     precision = precision_on(train, next(model.parameters()).device)
     own = way_of(train).config_of_update(config, ranks)
+    backbone = getattr(model, "backbone", model)  # a layer alone has none
     weights = f"backbone {config.model.pretrained or 'random'}, rest random, seed {config.seed}"
     if step:
         weights = "from the checkpoint"
@@ -210,7 +211,7 @@ def start_lines(
         f"devices    {ranks} x {devices[0]}{places}, {precision}"
         + (", compiled: the first step takes minutes" if train.compile else ""),
         f"batch      {batch}",
-        f"norm       {_norm_words(config, ranks)}{kept_norms(model.backbone)}",
+        f"norm       {_norm_words(config, ranks)}{kept_norms(backbone)}",
         f"data       {len(train_set.pairs)} training and {len(eval_set.pairs)} evaluation images, "
         f"{train_set.classes.num_classes} classes",
         f"model      {config.model.arch} on {config.model.backbone}, output stride "
