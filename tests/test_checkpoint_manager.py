@@ -82,6 +82,8 @@ def test_the_room_for_moments_is_known_before_the_first_step(kind):
     held = [x for state in optimizer.state.values() for x in state.values()]
     assert sum(x.nbytes for x in held if torch.is_tensor(x) and x.dim()) == expected > 0
     assert moments_bytes(optimizer) == 0
+    other = torch.optim.Muon([torch.nn.Parameter(torch.ones(3, 4))])  # as a plugin's: not known
+    assert moments_bytes(other) == 0
 
 
 def test_weights_that_are_not_finite_are_no_newest_checkpoint(tmp_path):

@@ -119,7 +119,7 @@ def moments_bytes(optimizer: torch.optim.Optimizer) -> int:
             number = int(group["momentum"] > 0)
         elif isinstance(optimizer, torch.optim.AdamW):
             number = 2
-        elif type(optimizer).__name__ == "Muon":  # which takes AdamW for the other groups
+        elif isinstance(group.get("muon"), bool):  # Muon takes AdamW for the other groups
             number = 1 if group["muon"] else 2
         total += number * sum(parameter.nbytes for parameter in group["params"])
     return total
