@@ -151,6 +151,7 @@ def test_a_training_of_a_folder_that_has_grown_names_what_it_does_not_use(
     assert config_of(data, may_write=True) == config
     assert "newer" not in capsys.readouterr().out
     add(data, [new := numbers(10, 11)[0]])
+    (data / "images/gone.png").symlink_to("nowhere.png")
     config_of(data, may_write=True)
     said = capsys.readouterr().out
     names = f"images/{new}.png, masks/{new}.png"

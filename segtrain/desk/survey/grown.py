@@ -6,13 +6,14 @@ import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from segtrain.config import load_config
 from segtrain.data.read.classes import load_class_file
-from segtrain.data.read.find import IMAGE_SUFFIXES
+from segtrain.data.read.find import IMAGE_SUFFIXES, visible_files
 from segtrain.data.read.lists import listed_images
 from segtrain.desk.survey.class_table import Classes
 from segtrain.desk.survey.groupings import Groups, groupings, shared_pixels
@@ -164,9 +165,10 @@ def unlisted(config: Path, folder: Path) -> list[str]:
     By the time at which a file got its place there. Those that were left out then are older.
     """
     written_ns, found = config.stat().st_mtime_ns, []
-    for path in folder.rglob("*"):
-        if path.suffix.lower() in IMAGE_SUFFIXES and path.stat().st_ctime_ns > written_ns:
-            found.append(path.relative_to(folder).as_posix())
+    for name in visible_files(folder):
+        with suppress(OSError):  # a link to nothing
+            is_new = (folder / name).stat().st_ctime_ns > written_ns
+            found += [name] if is_new and name.lower().endswith(IMAGE_SUFFIXES) else []
     if not found or load_config(config).data.layout != "list":
         return []
     return sorted({*found} - {path.partition("#xywh=")[0] for path in _sides_in(config.parent)})
