@@ -187,7 +187,7 @@ def test_images_that_are_no_slices_have_no_volumes(tmp_path):
     scores.add(Prediction(0, np.zeros((13, 11, 1), np.uint8), balls()[0], balls()[0]))
     scores.sum_over_ranks()
     assert not scores.table
-    (tmp_path / "volumes.json").write_text('{"a": 3}')
+    (tmp_path / "volumes.json").write_text('{"a": {"slices": 3}}')
     with pytest.raises(DataError, match=r"volumes.json: damaged: .*; import the volumes again"):
         read_cut_volumes(tmp_path)
 
@@ -264,6 +264,12 @@ def check_kept(found, maps, said):
     ball = found["over_volumes"]["Dice"]["ball"]["mean"]
     lines = [x.split() for x in said.splitlines() if x.startswith("ball ")]
     assert [f"{100 * ball:.2f}" in line for line in lines] == [True]
+
+
+@pytest.mark.parametrize("text", ['{"clip": {"patients": ["a"]}}', "[1, 2]", '{"a": 1}'])
+def test_a_file_of_this_name_of_another_program_tells_nothing(tmp_path, text):
+    (tmp_path / "volumes.json").write_text(text)
+    assert read_cut_volumes(tmp_path) == {}
 
 
 def test_folds_without_nibabel_are_refused_before_they_train(slices_of_three, tmp_path, lab):

@@ -15,7 +15,7 @@ from segtrain.config.data import DataConfig
 from segtrain.data.check.values import image_values, joined_values
 from segtrain.data.read.cut_volumes import read_cut_volumes
 from segtrain.data.read.decode import Info
-from segtrain.data.read.find import IMAGE_SUFFIXES, first_lines, visible_files
+from segtrain.data.read.find import IMAGE_SUFFIXES, data_root, first_lines, visible_files
 from segtrain.data.read.image import ImageForm, ignore_missing
 from segtrain.data.read.neighbours import with_neighbours
 from segtrain.data.read.photos import PhotoFile, form_of_info
@@ -213,7 +213,7 @@ def _other_values(stack: Stack, ready: ReadyModel) -> str:
 def _other_spacing(stack: Stack, data: DataConfig) -> str:
     """Why voxels are of another size than in each volume of the training; empty: nothing tells."""
     with suppress(DataError):
-        volumes = read_cut_volumes(Path(data.root)).values()
+        volumes = read_cut_volumes(data_root(data)).values()
         known = np.array([x.spacing_mm for x in volumes if x.spacing_mm])
         if stack.spacing_mm and len(known):
             times = np.exp(np.abs(np.log(np.array(stack.spacing_mm) / known))).max(1)

@@ -1,7 +1,9 @@
 """volumes.json: where the slices of `segtrain data import` lie in their volumes."""
 
+import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -46,6 +48,13 @@ def read_cut_volumes(root: Path) -> dict[str, CutVolume]:
         return {}
     with os_errors_as(DataError, path):
         content = read_bytes(path)
+    with suppress(ValueError):  # another program's file of this name says nothing of slices
+        found = json.loads(content)
+        ours = isinstance(found, dict) and all(
+            isinstance(x, dict) and "slices" in x for x in found.values()
+        )
+        if not ours:
+            return {}
     try:
         return CUT_VOLUMES.validate_json(content)
     except ValidationError as error:
