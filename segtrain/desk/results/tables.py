@@ -35,7 +35,8 @@ def several_lines(found: Sequence[Comparison], sides: Sequence[Sequence[Run]]) -
     letters = ascii_uppercase[: len(sides)]
     lines = [side_line(*side) for side in zip(letters, sides, _scores(found), strict=True)]
     lines += [*table_lines(table_columns(found, letters)), f"table       {_caption(found)}"]
-    lines += [f"note        {note}" for note in found[0].notes]
+    notes = dict.fromkeys(note for one in found for note in one.notes)
+    lines += [f"note        {note}" for note in notes]
     for letter, one, side in zip(letters[1:], found, sides[1:], strict=True):
         lines += judged(one, sides[0], side, letter)
         lines[-1] = lines[-1].replace("verdict     ", f"verdict     {letter}: ", 1)
