@@ -466,7 +466,12 @@ COMMANDS = (
         ),
         _argument("--ending", "what their names have behind the image's", "TEXT", default=""),
         _switch("--ignore-others", "leave out files that are of no image of the split"),
-        _argument("--output", "default: runs/<name of the folder>_scored", "DIR", _path),
+        _argument(
+            "--output",
+            "default: runs/<name>_scored; labels/ counts as the folder above",
+            "DIR",
+            _path,
+        ),
         _argument("--json", "write all scores as JSON", "FILE", _path),
         _argument("--per-image", "write the scores of each image as CSV", "FILE", _path),
         _argument("--group", f"scores by group: {_GROUP_HELP}", "REGEX", _pattern),

@@ -256,8 +256,9 @@ def _answers(asked: _Asked, result: _Result) -> list[Answer]:
         answers.append(Answer("curves", *told))
     if asked.calls:
         answers.append(Answer("by_image", *asked.calls.answer(asked.dataset.names, asked.task)))
-    if not asked.args.no_labels:
-        answers += without_classes(result.outcome.scores, asked.config.eval.without, names)
+    left_out = () if asked.args.no_labels else asked.config.eval.without
+    if left_out:  # a task of a plugin has other scores
+        answers.append(without_classes(result.outcome.scores, left_out, names))
     measured = {"by_volume": asked.volumes and asked.volumes.table, "surfaces": asked.surfaces}
     return answers + answers_of(result.records, asked.groups, measured, result.further)
 

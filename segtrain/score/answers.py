@@ -58,13 +58,11 @@ def volumes_of(
     return VolumeScores(dataset.classes.names, root, images, groups) if groups else None
 
 
-def without_classes(scores: Scores, left_out: Sequence[str], names: Sequence[str]) -> list[Answer]:
+def without_classes(scores: Scores, left_out: Sequence[str], names: Sequence[str]) -> Answer:
     """The mean of the other classes, as `eval.without` asks for it."""
-    if not left_out:
-        return []
     score = scores.mean_iou_without(left_out, names)
     line = f"mIoU without {', '.join(map(printable, left_out))} {percent(score)}"
-    return [Answer("without", [line], {"classes": left_out, "mIoU": or_none(score)})]
+    return Answer("without", [line], {"classes": left_out, "mIoU": or_none(score)})
 
 
 def answers_of(

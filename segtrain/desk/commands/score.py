@@ -70,7 +70,8 @@ def main(args: argparse.Namespace) -> int:
     if volumes is not None:
         volumes.sum_over_ranks()
     by_volume = {"by_volume": volumes and volumes.table, "surfaces": surfaces}
-    answers = without_classes(outcome.scores, config.eval.without, names)
+    left_out = config.eval.without
+    answers = [without_classes(outcome.scores, left_out, names)] if left_out else []
     answers += answers_of(records, groups, by_volume, {x.name: x.scores() for x in metrics})
     layout = config.data.layout
     report = outcome.report(names, dataset.classes, layout=layout, instances=instances)
@@ -116,7 +117,9 @@ def _config(args: argparse.Namespace) -> Config:
 
 def _place(args: argparse.Namespace, config: Config) -> Path:
     """The folder to write; what must not be written at the end is refused now."""
-    name = args.predictions.resolve().name
+    folder = args.predictions.resolve()
+    # Of predictions/labels, as segtrain predict writes it, labels tells nothing.
+    name = folder.parent.name if folder.name == "labels" else folder.name
     directory: Path = args.output or Path("runs") / f"{name}_scored"
     check_run_directory(directory, config.data)
     with os_errors_as(ConfigError, f"--output {directory}", "cannot be written"):
