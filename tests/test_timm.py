@@ -195,7 +195,7 @@ def test_a_mean_that_the_weights_do_not_expect_is_told(data, tmp_path):
 )
 def test_networks_that_cannot_be_used_are_refused(name, stride, message):
     with pytest.raises(ConfigError, match=message):
-        build_backbone(config_of(name, output_stride=stride))
+        build_backbone(config_of(name, output_stride=stride), norm=SyncBatchNorm2d)
 
 
 def test_a_network_that_ignores_the_output_stride_is_refused(timm, monkeypatch):
