@@ -1,6 +1,8 @@
 """Runs with the scores of their best checkpoints, and label maps of other programs with theirs."""
 
+import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +16,9 @@ from segtrain.config import DataConfig, load_config
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import class_differences
 from segtrain.data.read.dataset import SegDataset
-from segtrain.data.read.find import Pair, Window
+from segtrain.data.read.find import Pair
 from segtrain.data.read.layouts import list_split
+from segtrain.data.read.tiles import TileBox
 from segtrain.desk.results.runs import Run, read_run
 from segtrain.desk.results.scored_maps import LabelMaps
 from segtrain.distributed import collectives as dist
@@ -172,14 +175,18 @@ def _evaluation(
     if loaded.classes.names != dataset.classes.names:
         (difference,), _ = class_differences(loaded.classes, dataset.classes, "ids")
         raise DataError(f"{directory}: {difference}")
-    images = {_place(pair): pair.name for pair in list_split(data, data.eval_split).pairs}
+    images = list_split(data, data.eval_split).pairs
     seen: dict[str, list[str]] = {"train_split": [], "eval_split": []}
     try:
         for config in loaded.configs:
             own = set_after_training(config, overrides, _ROOT, source=str(directory)).data
             for key, names in seen.items():
-                places = {_place(pair) for pair in list_split(own, getattr(own, key)).pairs}
-                names += [name for place, name in images.items() if place in places]
+                places = _places(list_split(own, getattr(own, key)).pairs)
+                names += [
+                    pair.name
+                    for pair, place in zip(images, map(_place, images), strict=True)
+                    if any(map(place.overlaps, places.get(place.mosaic, ())))
+                ]
     except UserError as error:
         say(f"warning: {directory}: whether it was trained on images of {on} is not known: {error}")
     trained, chosen = ({*names} for names in seen.values())
@@ -201,9 +208,14 @@ def data_on(data: DataConfig, on: str) -> DataConfig:
     """`data` with the evaluation split `on`; or a list file, of images and labels below data.root.
 
     Lists are read as those of data.layout list, whatever the layout is.
+
+    ConfigError: the folder of the data has another list of this name.
     """
     changes: dict[str, str | None] = {"pack": None, "eval_split": on}
     if Path(on).is_file():
+        below = Path(os.path.expanduser(data.root), on)
+        if data.layout == "list" and below.is_file() and not below.samefile(on):
+            raise ConfigError(f"{on}: may be the file here, or {below}: give the whole path")
         changes |= {"eval_split": str(Path(on).resolve()), "layout": "list"}
         changes |= {"labels_dir": data.labels_dir if data.layout == "list" else None}
     return data.model_copy(update=changes)
@@ -230,6 +242,18 @@ def evaluate(
     return Records.of(outcome, dataset, settings, loaded.step)
 
 
-def _place(pair: Pair) -> tuple[str, Window | None]:
-    """Where the pixels of an image lie."""
-    return os.path.realpath(pair.image), pair.window
+def _places(pairs: Sequence[Pair]) -> dict[str, list[TileBox]]:
+    """Where the pixels of images lie, by file."""
+    places = defaultdict(list)
+    for place in map(_place, pairs):
+        places[place.mosaic].append(place)
+    return places
+
+
+def _place(pair: Pair) -> TileBox:
+    """The window of an image in its file; all of it reaches over every other one."""
+    file = os.path.realpath(pair.image)
+    if pair.window is None:
+        return TileBox(file, -math.inf, -math.inf, math.inf, math.inf)
+    top, left, height, width = pair.window
+    return TileBox(file, top, left, top + height, left + width)
