@@ -15,6 +15,8 @@ from sklearn.metrics import confusion_matrix, jaccard_score
 from test_evaluate import NAMES, cityscapes, command, config_of, know_the_colors
 
 from segtrain.config import config_to_yaml
+from segtrain.data.read.find import Pair, Window
+from segtrain.desk.results.evaluated import _place, _places
 from segtrain.desk.results.runs import read_run
 from segtrain.score.records import load_records, scores_csv
 
@@ -280,6 +282,34 @@ def test_where_scores_may_be_written(world, run, theirs, lab):
     ):
         words = "--data", run, "--label-format", "train_ids", "--output", out
         assert said in lab.refused("score", theirs[1], *words)
+
+
+def test_scores_of_other_label_maps_are_not_replaced(world, theirs, tmp_path, lab, monkeypatch):
+    """Both would be runs/maps_scored, and a comparison read the second."""
+    monkeypatch.chdir(tmp_path)
+    words = "--data", world / "own.yaml", "--label-format", "train_ids"
+    for name in "ab":
+        shutil.copytree(theirs[1], tmp_path / name / "maps")
+    lab.done("score", "a/maps", *words)
+    lab.done("score", "a/maps", *words)
+    said = lab.refused("score", "b/maps", *words)
+    assert "runs/maps_scored: holds the scores of a/maps; name another --output" in said
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_shared"),
+    [
+        (Window(0, 0, 32, 32), Window(8, 8, 32, 32), True),
+        (Window(0, 0, 32, 32), None, True),
+        (None, None, True),
+        (Window(0, 0, 32, 32), Window(0, 32, 32, 32), False),
+    ],
+)
+def test_windows_that_overlap_are_of_one_place(one, other, is_shared):
+    places = _places([Pair(Path("a.tif"), Path("b.tif"), "a", window=one)])
+    place = _place(Pair(Path("./a.tif"), Path("b.tif"), "b", window=other))
+    assert any(map(place.overlaps, places[place.mosaic])) == is_shared
+    assert _place(Pair(Path("c.tif"), Path("b.tif"), "c")).mosaic not in places
 
 
 def test_label_maps_are_compared_with_a_run(world, run, theirs, tmp_path, lab):

@@ -19,6 +19,7 @@ from segtrain.errors import EXIT_OK, ConfigError, ExecutionError
 from segtrain.files import check_output, os_errors_as, write_atomic, write_output
 from segtrain.run.directory import REPORT, run_of, word_for
 from segtrain.run.division import EXPERIMENT, is_scored
+from segtrain.run.pictures import LABELS
 from segtrain.score.answers import (
     answers_of,
     groups_by,
@@ -27,7 +28,7 @@ from segtrain.score.answers import (
     without_classes,
 )
 from segtrain.score.plugin_metrics import PluginMetric
-from segtrain.score.records import PREDICTED, Records
+from segtrain.score.records import PREDICTED, Records, load_records
 from segtrain.score.surfaces import SurfaceScores
 from segtrain.task.tasks import task_of
 from segtrain.text import printable, say
@@ -119,9 +120,14 @@ def _place(args: argparse.Namespace, config: Config) -> Path:
     """The folder to write; what must not be written at the end is refused now."""
     folder = args.predictions.resolve()
     # Of predictions/labels, as segtrain predict writes it, labels tells nothing.
-    name = folder.parent.name if folder.name == "labels" else folder.name
+    name = folder.parent.name if folder.name == LABELS else folder.name
     directory: Path = args.output or Path("runs") / f"{name}_scored"
     check_run_directory(directory, config.data)
+    if args.output is None and is_scored(directory):
+        before = load_records(directory).about.get("predictions", "")
+        if Path(before).resolve() not in (folder, folder / LABELS):
+            what = f"{directory}: holds the scores of {before}; name another --output"
+            raise ConfigError(printable(what))
     with os_errors_as(ConfigError, f"--output {directory}", "cannot be written"):
         is_other = directory.exists() and not is_scored(directory) and any(directory.iterdir())
         if is_other or directory.resolve().is_relative_to(args.predictions.resolve()):
