@@ -52,10 +52,10 @@ def test_the_ratio_is_of_counted_pixels():
     ("pixels", "said"),
     [
         ([(400, 500), (400, 320)], None),  # at the bounds
-        ([(400, 501), (400, 400)], ["crack 1.25; take the threshold"]),
-        ([(400, 800), (400, 100)], ["crack 2.00; take the", "dust 0.25; found on too little"]),
+        ([(400, 501), (400, 400)], ["crack 125%; take the threshold"]),
+        ([(400, 800), (400, 100)], ["crack 200%; take the", "dust 25%; found on too little"]),
         ([(99, 800), (400, 400)], None),  # too few pixels to tell
-        ([(400, 0), (400, 0)], ["crack 0.00, dust 0.00; found on too little area: train longer"]),
+        ([(400, 0), (400, 0)], ["crack 0%, dust 0%; found on too little area: train longer"]),
     ],
 )
 def test_classes_beyond_a_quarter_are_named(pixels, said):
@@ -71,7 +71,7 @@ def test_what_enlarges_classes_is_no_cause_of_areas_that_are_too_small(overlap):
     scores = replace(scores, ap=(0.5,) * 4) if overlap else scores
     for options in (weights, {"uniform": 0.5}):
         (line,) = area_lines(scores, NAMES, config(**options))
-        assert "crack 0.00, dust 0.25; found on too little area: train longer, or take" in line
+        assert "crack 0%, dust 25%; found on too little area: train longer, or take" in line
         assert "without" not in line
         assert "weight" not in line
     (line,) = area_lines(scores, NAMES, config())
@@ -95,4 +95,4 @@ def test_what_has_biased_them_is_named(options, cause):
         scores = replace(scores, ap=(0.5,) * 4)
     (line,) = area_lines(scores, NAMES, config(**options))
     assert ("of its training shifts areas: train without, or" in line) == (cause is not None)
-    assert (cause or "crack 2.00; take the threshold") in line
+    assert (cause or "crack 200%; take the threshold") in line

@@ -17,7 +17,7 @@ def area_lines(scores: Scores, names: Sequence[str], config: Config) -> list[str
     """
     ratios = zip(names, scores.area_ratio, scores.labelled, strict=True)
     known = [
-        (f"{printable(name, MAX_NAME)} {x:.2f}", x) for name, x, n in ratios if n >= FEW_PIXELS
+        (f"{printable(name, MAX_NAME)} {x:.0%}", x) for name, x, n in ratios if n >= FEW_PIXELS
     ]
     large = [text for text, x in known if x > _FAR]
     small = [text for text, x in known if x < 1 / _FAR]
