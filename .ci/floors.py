@@ -31,10 +31,8 @@ for module in pkgutil.walk_packages(segtrain.__path__, "segtrain."):
     if not module.name.endswith("__main__") and not module.name.startswith("segtrain.kernels."):
         importlib.import_module(module.name)  # Triton comes with torch for CUDA alone
 """
-# What pip says where it got no list of versions at all.
-NO_INDEX = (
-    r"\(from versions: none\)|NewConnectionError|ReadTimeout|Temporary failure|ConnectionError"
-)
+# What pip says where it reached no index. "(from versions: none)" alone may be a misspelt name.
+NO_INDEX = r"NewConnectionError|ReadTimeout|Temporary failure|ConnectionError"
 LIMIT_S = 1800
 
 
