@@ -9,15 +9,16 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from experiments import small, train, write_config, write_data
+from experiments import small, train, unread, write_config, write_data
 from folders import save
 from sklearn.metrics import confusion_matrix, jaccard_score
 from test_evaluate import NAMES, cityscapes, command, config_of, know_the_colors
 
 from segtrain.config import config_to_yaml
 from segtrain.data.read.find import Pair, Window
-from segtrain.desk.results.evaluated import _place, _places
+from segtrain.desk.results.evaluated import _place, _places, data_on
 from segtrain.desk.results.runs import read_run
+from segtrain.errors import ConfigError
 from segtrain.score.records import load_records, scores_csv
 
 __all__ = ["cityscapes", "command", "know_the_colors"]  # fixtures
@@ -310,6 +311,19 @@ def test_windows_that_overlap_are_of_one_place(one, other, is_shared):
     place = _place(Pair(Path("./a.tif"), Path("b.tif"), "b", window=other))
     assert any(map(place.overlaps, places[place.mosaic])) == is_shared
     assert _place(Pair(Path("c.tif"), Path("b.tif"), "c")).mosaic not in places
+
+
+def test_a_list_here_and_one_of_the_data_are_not_confused(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    data = unread(data={"layout": "list", "root": str(tmp_path / "data"), "classes": "voc"}).data
+    Path("val.txt").write_text("a.png b.png\n")
+    assert data_on(data, "val.txt").eval_split == str(tmp_path / "here/val.txt")
+    (tmp_path / "data/val.txt").write_text("c.png d.png\n")
+    with pytest.raises(ConfigError, match=r"val\.txt: may be the file here, or .*data/val\.txt"):
+        data_on(data, "val.txt")
+    assert data_on(data, str(tmp_path / "data/val.txt")).layout == "list"
 
 
 def test_label_maps_are_compared_with_a_run(world, run, theirs, tmp_path, lab):
