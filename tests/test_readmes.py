@@ -160,7 +160,7 @@ SECTIONS = {
     if hasattr(field.annotation, "model_fields")
 }
 SHELLS = ("sh", "bash", "shell", "console")
-MAX_ROOT_LINES, MAX_ROOT_BYTES = 200, 8400
+MAX_ROOT_LINES, MAX_ROOT_BYTES = 200, 8192
 
 every_readme = pytest.mark.parametrize(
     "readme", READMES, ids=[str(path.relative_to(ROOT)) for path in READMES]
