@@ -145,8 +145,8 @@ def write_experiment(
     output = default_output(folder) if output is None else output
     _claim(output, folder)
     from segtrain.desk.survey.decide import decide
+    from segtrain.desk.survey.experiment_before import options_before
     from segtrain.desk.survey.experiment_files import write_files
-    from segtrain.desk.survey.grown import options_before
     from segtrain.desk.survey.question_pictures import write_readings
     from segtrain.desk.survey.questions import Answers, UndecidedError
     from segtrain.distributed.machine import keep_freed_memory

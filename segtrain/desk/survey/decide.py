@@ -20,8 +20,8 @@ from segtrain.desk.survey.compared_pairs import read_pairs
 from segtrain.desk.survey.decisions import Decisions
 from segtrain.desk.survey.drawn_labels import draw_annotations
 from segtrain.desk.survey.edges import turned_scores
+from segtrain.desk.survey.experiment_before import with_classes_before
 from segtrain.desk.survey.foreground import narrow_foreground
-from segtrain.desk.survey.grown import with_classes_before
 from segtrain.desk.survey.label_set import LabelSet
 from segtrain.desk.survey.label_values import count_values
 from segtrain.desk.survey.one_picture import choose_windows, is_one_picture
