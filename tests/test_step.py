@@ -1,6 +1,7 @@
 """The oracle is a loop anybody would write: one process, the whole batch, torch's own mean."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -194,6 +195,22 @@ def test_images_are_channels_last_and_the_average_is_evaluated():
     torch.testing.assert_close(state.eval_model.head.weight, wanted, rtol=1e-12, atol=0)
     (images,) = state.model.seen
     assert images.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_step_leaves_no_tensor_to_the_garbage_collector():
+    """The command lets it look rarely: what waited for it would pile up."""
+    settings = config(accumulate_steps=2, ema_decay=0.4, dropout=0.1)
+    steps = run(settings, new_state(settings))
+    next(steps)
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        assert len(list(steps)) == 5
+        gc.collect()
+        assert not [left for left in gc.garbage if isinstance(left, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
 
 
 @pytest.mark.fault(73)

@@ -38,11 +38,11 @@ class StepLog(Part):
         is_first = not self._values and not self.meter.num_steps
         run.log.begin()
         self.meter.update(result)
-        if is_first:
-            self._show(run, local, result.step - 1)
         if result.step % self._config.log.every_steps == 0 or result.step == run.config.train.steps:
             self.write(run)
         self._bar.update()
+        if is_first:  # last: TensorBoard, which it imports, is not waited for to see a first step
+            self._show(run, local, result.step - 1)
 
     def write(self, run: Any) -> None:
         """Logs the means over the steps since the line before."""
