@@ -385,8 +385,12 @@ def test_a_link_to_a_list_of_the_folder_is_that_list(folder, tmp_path):
     ("name", "text", "what"),
     [
         ("mine.csv", "name\nnothing\n", "line 2 names no image"),
-        ("mine.txt", "# mine\nbear_0\n\nnothing\nfox_0\n", "line 4 names no image"),
-        ("mine.json", '["bear_0", "nothing", "fox_0"]', "entry 2 names no image"),
+        (
+            "mine.txt",
+            "# mine\nbear_0\n\nnothing\nfox_0\n",
+            "line 4 names no image, or several: nothing;",
+        ),
+        ("mine.json", '["bear_0", "nothing", "fox_0"]', "entry 2 names no image.*: nothing;"),
         ("mine.txt", "\n", "it lists no image"),
     ],
 )

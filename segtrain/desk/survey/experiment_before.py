@@ -73,6 +73,7 @@ def with_classes_before(classes: Classes, answers: Answers) -> Classes:
         note = f"{option}: its classes are not compared: {error}"
         return replace(classes, warnings=(*classes.warnings, note))
     old, way = before.names, f"--val {shlex.quote(config.data.eval_split)} instead of --like"
+    way += " (new images are all trained on then, until their lines are put into that file)"
     # Labels that were drawn have other values than those of the folder.
     if config.data.labels_dir is None and config.data.label_format == "ids":
         ids = {x.name: {*x.ids} for x in before.classes}

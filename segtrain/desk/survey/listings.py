@@ -119,9 +119,12 @@ def _split_by(val_list: Path, images: Sequence[Image]) -> list[Image]:
         raise ConfigError(f"--val {val_list}: it lists no image")
     if () in named:
         i = named.index(())
-        line = file.rows[i].line
+        line, text = file.rows[i].line, first_of([file.rows[i].text])
         row = f"entry {i + 1}" if line is None else f"line {line}"
-        raise ConfigError(f"--val {val_list}: {row} names no image, or several")
+        what = f"{row} names no image, or several: {text}".removesuffix(": ")
+        raise ConfigError(
+            f"--val {val_list}: {what}; take it out if it is gone, else write its path"
+        )
     said = {row.split for row in file.rows} - {None}
     split = _split_to_evaluate(val_list, said) if said else None
     rows = zip(file.rows, named, strict=True)
