@@ -215,6 +215,14 @@ def test_what_makes_a_split_unusable_is_told_with_the_repair(
     assert "\n" not in said.removesuffix(f"\n{recognize(root)}")
 
 
+def test_a_list_of_the_working_folder_is_told_by_its_full_path(tmp_path, monkeypatch):
+    touch(tmp_path / "data", "train.txt")
+    touch(tmp_path, "own/val.txt")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=f"in the working folder: {tmp_path}/own/val.txt"):
+        list_pairs(config(tmp_path / "data", "list"), "own/val.txt")
+
+
 @pytest.mark.fault(63)
 @pytest.mark.parametrize(
     "text",

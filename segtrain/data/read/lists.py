@@ -43,6 +43,9 @@ def list_pairs(path: Path, root: Path, labels_root: Path) -> Listing:
         DataError: there is no such file, or it is no text.
     """
     if not path.is_file():
+        if (here := Path(os.path.relpath(path, root))).is_file():
+            what = "no such list file; write the full path of the one in the working folder"
+            raise DataError(f"{printable(path)}: {what}: {printable(here.resolve())}")
         texts = sorted(file.name for suffix in ("txt", "csv") for file in root.glob(f"*.{suffix}"))
         raise DataError(f"{printable(path)}: no such list file; {there_are('text files', texts)}")
     listed: dict[str, Pair] = {}
