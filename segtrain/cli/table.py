@@ -444,6 +444,11 @@ COMMANDS = (
         _argument("--precision", "seek the threshold of this precision", "X", _share),
         _argument("--recall", "or the threshold of this recall", "X", _share),
         _argument("--min-area", "with --recall, by image: pixels of an object", "PX", positive),
+        _switch(
+            "--temperature",
+            "fit the T of export --temperature, which moves no label and no IoU; on the split that "
+            "is scored, so its effect is flattered: check it on another",
+        ),
         description="Score a trained model: IoU, Dice, precision and recall of every class, their "
         "means,\npixel accuracy and calibration error.",
         examples="segtrain eval runs/own\n"
@@ -683,7 +688,7 @@ COMMANDS = (
         _switch("--argmax", "the file returns train ids instead of logits"),
         _switch("--confidence", "a second result: the probability of the label, or of each class"),
         _argument("--unknown-below", "labels of a lower probability become 255", "P", _share),
-        _argument("--temperature", "the file divides logits by it", "T", _points),
+        _argument("--temperature", "the file divides logits by it; eval fits it", "T", _points),
         _argument("--scale", "the file resizes images, as eval.scales does", "X", _scale),
         _argument("--short-side", "or to this short side in px", "PX", positive),
         _switch("--half", "safetensors: kernels as float16, which halves the file"),

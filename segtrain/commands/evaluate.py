@@ -74,6 +74,7 @@ from segtrain.score.plugin_metrics import PluginMetric
 from segtrain.score.records import Records, load_records
 from segtrain.score.scoring import Chosen, evaluate_dataset
 from segtrain.score.surfaces import SurfaceScores
+from segtrain.score.temperature import Temperature
 from segtrain.score.volume_scores import VolumeScores
 from segtrain.task.contract import Outcome, Report, Task
 from segtrain.task.prediction import Prediction
@@ -90,8 +91,8 @@ def run_eval(args: argparse.Namespace) -> int:
 
     args: checkpoint (run directory or file), others (of an ensemble), set, split, device, json,
         per_image, save_predictions, overlays, num_overlays, worst, no_labels, group (a pattern),
-        surface (a tolerance in pixels); min_area (pixels); curves, class_name, precision and
-        recall, those of CurveQuestion.
+        surface (a tolerance in pixels); min_area (pixels); temperature; curves, class_name,
+        precision and recall, those of CurveQuestion.
     """
     asked = _open(args)
     config, loaded = asked.config, asked.loaded
@@ -127,7 +128,7 @@ class _Asked(NamedTuple):
     """What is to be evaluated, and what is result beside the scores.
 
     groups: the group of each image. instances: None, and `why_not` in lines, where labels have
-    none. surfaces, groups (with them volumes), curves, calls: None if nobody asks.
+    none. surfaces, groups (with them volumes), curves, calls, temperature: None if nobody asks.
     """
 
     args: argparse.Namespace
@@ -145,6 +146,7 @@ class _Asked(NamedTuple):
     volumes: VolumeScores | None
     metrics: Sequence[PluginMetric]
     calls: ImageCalls | None
+    temperature: Temperature | None
 
     @property
     def task(self) -> Task:
@@ -181,6 +183,8 @@ def _open(args: argparse.Namespace) -> _Asked:
     volumes = volumes_of(dataset, config, groups)
     of_class = args.recall and (names.index(args.class_name), args.class_name, args.recall)
     calls = ImageCalls(*of_class, args.min_area or 1) if of_class else None
+    views = map(InferenceSettings.from_config, (config, loaded.config))
+    temperature = Temperature(*views, len(dataset), device) if args.temperature else None
     chosen = () if args.no_labels else config.eval.metrics
     metrics = [PluginMetric(metric, names) for metric in chosen]
     # Before the evaluation: after it, it is too late to ask for another name.
@@ -201,6 +205,7 @@ def _open(args: argparse.Namespace) -> _Asked:
         volumes=volumes,
         metrics=metrics,
         calls=calls,
+        temperature=temperature,
     )
 
 
@@ -234,7 +239,7 @@ def _count(asked: _Asked) -> _Result:
     evaluate = partial(evaluate_dataset, predictor, progress=True, num_threads=num_threads)
     measured = [x for x in (asked.instances, asked.surfaces, asked.volumes) if x is not None]
     callbacks = [*asked.writers, *(measure.add for measure in (*measured, *asked.metrics))]
-    watched = [asked.calls] if asked.calls else []
+    watched = [one for one in (asked.calls, asked.temperature) if one is not None]
     counting = {"callbacks": callbacks, "watchers": [one.add for one in watched]}
     outcome = evaluate(asked.dataset, curves=asked.curves, **counting)
     further = {measure.name: measure.scores() for measure in asked.metrics}
@@ -256,6 +261,11 @@ def _answers(asked: _Asked, result: _Result) -> list[Answer]:
         answers.append(Answer("curves", *told))
     if asked.calls:
         answers.append(Answer("by_image", *asked.calls.answer(asked.dataset.names, asked.task)))
+    if asked.temperature:
+        trained = asked.dataset.split == asked.config.data.train_split
+        about = {"trained": trained, "by_windows": result.outcome.num_by_windows}
+        sources = asked.args.checkpoint, *asked.args.others
+        answers.append(Answer("temperature", *asked.temperature.answer(sources, **about)))
     left_out = () if asked.args.no_labels else asked.config.eval.without
     if left_out:  # a task of a plugin has other scores
         answers.append(without_classes(result.outcome.scores, left_out, names))
@@ -385,7 +395,7 @@ def _check_options(args: argparse.Namespace) -> None:
     if args.no_labels:
         scored = {"--json": args.json, "--per-image": args.per_image, "--overlays": args.overlays}
         scored |= {"--curves": args.curves, "--class": args.class_name, "--group": args.group}
-        scored |= {"--surface": args.surface}
+        scored |= {"--surface": args.surface, "--temperature": args.temperature or None}
         for option, value in scored.items():
             if value is not None:
                 raise ConfigError(f"{option}: needs labels; remove it, or --no-labels")

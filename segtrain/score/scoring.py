@@ -111,8 +111,8 @@ def evaluate_dataset(
             one thread of torch (`Shares.of_this_rank`).
         callbacks: each is called with every prediction of this rank, in the order of the data set,
             all in one thread beside the caller's.
-        watchers: each is called with index, probabilities and label of an image, on the device;
-            only with `curves` are these of all classes.
+        watchers: each is called with index, probabilities of all classes and label of an image, on
+            the device.
         stop: asked before each group and each batch of windows; true: this rank leaves its images.
             It may be true on some ranks only.
         curves: counts the probabilities of all classes, which takes time and memory; None: nobody
@@ -223,7 +223,7 @@ class _Images:
         self.num_by_windows += sum(item.mode != by_size.usual.mode for item in chosen)
         sizes = [tuple(item.label.shape[:2]) for item in group]
         # Calibration needs the highest probability only; all of them take K times the memory.
-        wanted = "highest" if self.counts.curves is None else "all"
+        wanted = "all" if self.watchers or self.counts.curves is not None else "highest"
         asked = {"probabilities": wanted, "on_windows": self._leave_if_asked}
         return group, self.predictor.label_maps(images, sizes, place="evaluation", **asked)
 
