@@ -444,11 +444,7 @@ COMMANDS = (
         _argument("--precision", "seek the threshold of this precision", "X", _share),
         _argument("--recall", "or the threshold of this recall", "X", _share),
         _argument("--min-area", "with --recall, by image: pixels of an object", "PX", positive),
-        _switch(
-            "--temperature",
-            "fit the T of export --temperature, which moves no label and no IoU; on the split that "
-            "is scored, so its effect is flattered: check it on another",
-        ),
+        _switch("--temperature", "fit the T of export --temperature, which moves no label, no IoU"),
         description="Score a trained model: IoU, Dice, precision and recall of every class, their "
         "means,\npixel accuracy and calibration error.",
         examples="segtrain eval runs/own\n"

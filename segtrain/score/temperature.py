@@ -19,28 +19,24 @@ _TRIED = np.linspace(-2, 3, 21)
 # Smaller probabilities count as this, as float32 has no smaller ones with all digits. Of other
 # classes than the label's that moves the NLL by at most 2e-5 each, at T = 8.
 _FLOOR = torch.finfo(torch.float32).tiny
-# Numbers at a time, which stay in a processor's cache.
-_CACHED = 2**20
 
 
 class Temperature:
     """Seeks the T of the least mean negative log-likelihood (NLL); `add` watches an evaluation.
 
     Softmax ignores a shift, so the logarithm of the softmax of a single view does as its logits.
-    settings: of the evaluation. own: of the run, from which export starts. ConfigError: no file
-    of export has these scores.
+    settings: of the evaluation; ConfigError: no file has its scores. own: of the run, as export.
     """
 
     def __init__(
         self, settings: InferenceSettings, own: InferenceSettings, num_images: int, device: Any
     ) -> None:
         single = "--set eval.mode=whole --set eval.flip=false --set eval.scales='[1.0]'"
+        is_other = settings.short_side_px != own.short_side_px
         problems = {  # of a sigmoid that rounds to 1 nobody knows how large its logit was
             "is for one class a pixel (task semantic)": not settings.decoding.takes_highest,
             f"export writes no mean of views; add {single}": not settings.gives_logits,
-            "export goes by the run's data.short_side_px; set eval.scales instead": (
-                settings.short_side_px != own.short_side_px
-            ),
+            "export goes by the run's data.short_side_px; set eval.scales instead": is_other,
         }
         for problem, is_so in problems.items():
             if is_so:
@@ -54,7 +50,7 @@ class Temperature:
 
     def add(self, index: int, probability: Tensor, label: Tensor) -> None:
         """Counts an image: probability (K, h, w), label (h, w); the host does not wait."""
-        rows = max(1, _CACHED // probability[:, 0].numel())
+        rows = max(1, 2**20 // probability[:, 0].numel())  # which stay in a cache
         for p, own in zip(probability.split(rows, 1), label.split(rows), strict=True):
             valid = own != IGNORE_INDEX
             index_of_label = own.long().masked_fill(~valid, 0)[None]
