@@ -440,7 +440,12 @@ def test_sixteen_bits_train_as_they_are_and_a_list_may_say_what_0_means(folder, 
     assert classes.names == ("car", "road", "tree")
     assert (found["images/3.tif"] == 255).any()
     small = [f"--set={key}" for key in ("train.steps=1", "schedule.warmup_steps=0")]
-    small += ["--set=model.num_stages=2", "--set=data.num_workers=0", "--device=cpu"]
+    small += [
+        "--set=model.num_stages=2",
+        "--set=model.output_stride=8",
+        "--set=data.num_workers=0",
+        "--device=cpu",
+    ]
     small += ["--set=model.head_channels=8", "--set=model.aux_channels=8"]
     lab.done("train", lab.folder / "made/config.yaml", "--output", lab.folder / "run", *small)
 
@@ -672,6 +677,18 @@ def test_what_is_fast_in_bfloat16_trains_in_it(plain, monkeypatch, place, value,
     assert load_config(written).train.precision == ("bfloat16" if is_fast else "tf32")
     why = "bfloat16 # this processor's convolutions are at least 1.5 times as fast as in float32"
     assert (why in " ".join(written.read_text().split())) == (is_fast and "cuda" not in place)
+
+
+@pytest.mark.parametrize(
+    ("number", "has_gpu", "wanted"), [(16, False, (4, 16)), (80, False, (8, 8)), (16, True, (8, 8))]
+)
+def test_few_images_make_a_first_model_within_minutes(folder, monkeypatch, number, has_gpu, wanted):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=None: True)
+    for i, _, label in images_in(folder, "images/{i}.png", number):
+        save(folder / f"masks/{i}.png", label)
+    config = load_config(init(folder) / "config.yaml")
+    assert (config.train.batch_size, config.model.output_stride) == wanted
 
 
 def test_a_threshold_divides_grey_masks(folder, lab):

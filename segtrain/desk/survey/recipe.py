@@ -29,7 +29,11 @@ _IMAGENET = {key: DataConfig.model_fields[key].default for key in ("mean", "std"
 # Rarer than the most frequent class by this factor: the loss is weighted.
 _UNBALANCED = 20
 _LARGEST_WEIGHT = 10.0
+_FITS = "over all devices; segtrain train --fit makes it fit"
+_SMALL = "over all devices; no GPU and few images: 8 take twice the time"
 _SIDES = "a mirrored left kidney or lung is a right one; 0.5 if no class has a side"
+# Of fewer images a processor makes a first model within minutes.
+_FEW = 64
 # Images whose values are known, at least.
 _LEAST_SEEN = 24
 
@@ -217,7 +221,8 @@ def choose_options(
     sizes = int(median(heights)), int(median(widths))
     # Of a raster each window counts as an image.
     count = len(samples)
-    batch = 8 if count >= 8 else max(2, count)
+    is_first = count < _FEW and not machine.has_gpu
+    batch = min(4 if is_first else 8, max(2, count))
     passes, least, most = (100, 2000, 40_000) if machine.has_gpu else (30, 300, 1500)
     steps = int(max(least, min(most, round(count * passes / batch, -2))))
     every = max(50, steps // 10)
@@ -226,9 +231,9 @@ def choose_options(
         *pixels.options,
         *_input_options(sizes, 512 if machine.has_gpu else 256, is_rgb),
         *([Option("augment.flip_prob", 0.0, _SIDES)] if is_body else []),
-        *_model_options(sizes, machine),
+        *_model_options(sizes, machine, is_first=is_first),
         Option("train.steps", steps, f"{steps * batch / count:.0f} passes over {count} images"),
-        Option("train.batch_size", batch, "over all devices; segtrain train --fit makes it fit"),
+        Option("train.batch_size", batch, _SMALL if is_first else _FITS),
         *_precision_options(machine),
         *_loss_options(classes),
         *_optim_options(machine, steps, batch),
@@ -257,7 +262,7 @@ def _input_options(sizes: tuple[int, int], largest: int, is_rgb: bool) -> Iterat
         yield Option("augment.color_prob", 0.5, light)
 
 
-def _model_options(sizes: tuple[int, int], machine: Machine) -> Iterator[Option]:
+def _model_options(sizes: tuple[int, int], machine: Machine, *, is_first: bool) -> Iterator[Option]:
     yield Option("model.arch", "deeplabv3plus", "sharp borders for its cost (arXiv:1802.02611)")
     if machine.has_gpu:
         yield Option("model.backbone", "resnet50", "a middle way on a GPU")
@@ -266,7 +271,9 @@ def _model_options(sizes: tuple[int, int], machine: Machine) -> Iterator[Option]
     if machine.weights:
         reason = "ImageNet; found on this machine or the network"
         yield Option("model.pretrained", machine.weights, reason)
-    if min(sizes) < 320:
+    if is_first:
+        yield Option("model.output_stride", 16, "a first model within minutes; 8: finer, slower")
+    elif min(sizes) < 320:
         yield Option("model.output_stride", 8, "8: small images")
     else:
         yield Option("model.output_stride", 16, "8: finer, twice the memory")
