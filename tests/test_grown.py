@@ -1,5 +1,6 @@
 """`segtrain init --like`: what was evaluated on stays so when a folder has grown."""
 
+import shutil
 from pathlib import Path
 from zlib import crc32
 
@@ -58,6 +59,32 @@ def test_old_images_stay_where_they_were_and_the_share_is_kept(tmp_path, lab):
     # Again, of the new one; and where nothing has grown, all is equal.
     lab.done("init", data, "--output", tmp_path / "three", "--like", tmp_path / "two")
     assert sides(tmp_path / "three") == [new_train, new_val]
+
+
+def test_an_image_under_another_name_stays_on_its_side(tmp_path, lab):
+    """A week has a copy of the folder in which photos are renamed; the old one is still there."""
+    add(tmp_path / "old", numbers(0, 30))
+    lab.done("init", tmp_path / "old", "--output", tmp_path / "one", "--val", "0.3")
+    train, val = sides(tmp_path / "one")
+    shutil.copytree(tmp_path / "old", tmp_path / "new")
+    add(tmp_path / "new", numbers(30, 40))
+    moved = sorted(val)[1:]
+    for name in moved:
+        for kind in ("images", "masks"):
+            (tmp_path / f"new/{kind}/{name}.png").rename(tmp_path / f"new/{kind}/RE_{name}.png")
+    command = "init", tmp_path / "new", "--like", tmp_path / "one", "--output"
+    said = lab.done(*command, tmp_path / "two").out
+    new_train, new_val = sides(tmp_path / "two")
+    assert train <= new_train
+    assert {f"RE_{name}" for name in moved} <= new_val
+    assert "30 images as" in said
+    assert "8 old ones have another name here" in said
+    assert "are gone" not in said
+    # Where no file has the old name any more, nobody knows what the new one was.
+    shutil.rmtree(tmp_path / "old")
+    said = lab.done(*command, tmp_path / "three").out
+    assert "8 of 30 images have no label or are gone" in said
+    assert "8 of them were evaluated on" in said
 
 
 def test_new_images_of_a_sequence_go_to_it_and_new_sequences_stay_whole(tmp_path, lab):

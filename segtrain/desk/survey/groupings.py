@@ -71,7 +71,7 @@ def named_groups(images: Sequence[Image]) -> Iterator[tuple[Groups, str, int]]:
         # 0016e5_ of 0016E5_00390.png, as CamVid has it.
         "sequences": lambda image: f"{image.scene}/{image.sequence}",
         # p01 of p01_t1.png, which `stems_of` makes of it.
-        "patients, by names with a counter": lambda image: image.name,
+        "series, by names with a counter": lambda image: image.name,
     }
     for what, key in keys.items():
         names = list(map(key, images))

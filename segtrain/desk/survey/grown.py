@@ -15,6 +15,7 @@ from segtrain.desk.survey.image_kinds import Image
 from segtrain.desk.survey.questions import Answers
 from segtrain.desk.survey.survey import Survey
 from segtrain.errors import ConfigError
+from segtrain.files.manifest import sha256_of
 from segtrain.run.directory import CONFIG
 from segtrain.text import first_of, printable
 
@@ -28,19 +29,21 @@ def continued(
 ) -> tuple[list[Image], list[Image], str, list[str]]:
     """Images to train and to evaluate on, the reason, and warnings.
 
-    Old ones are where `answers.like` has them. New ones go to those that they belong with, else by
-    a hash, so that evaluation keeps its share.
+    Old ones are where `answers.like` has them; under another name, if that still has the file. New
+    ones go to those that they belong with, else by a hash, so that evaluation keeps its share.
 
     ConfigError: `answers.like` divides no images of this folder.
     """
     option, old = f"--like {printable(answers.like)}", _sides_in(answers.like)
     here = {image.path for image in images}
     kept = {path: side for path, side in old.items() if path in here}
+    renamed = _renamed(answers.like, old, survey.root, here)
+    kept |= {path: old[before] for path, before in renamed.items()}
     if {*kept.values()} != {*_SIDES}:
         what = f"of its {len(old)} images {len(kept)} have a label in {printable(survey.root)}"
         raise ConfigError(f"{option}: {what}; expected some to train and some to evaluate on")
     # A test split of the folder is kept for the test.
-    new = [x.path for x in images if x.path not in old and x.split != "test"]
+    new = [x.path for x in images if x.path not in kept and x.split != "test"]
     group_of, how = next(iter(groupings(survey, images, answers.group)))
     share = Counter(old.values())["val"] / len(old)
     share = answers.val if isinstance(answers.val, float) else share
@@ -55,10 +58,24 @@ def continued(
     reason = f"{len(kept)} images as {printable(answers.like)} has them; of {len(added)} new ones "
     reason += f"{count[0]} to train and {count[1]} to evaluate on: {how}"
     reason += f"; {len(beside)} that overlap the other side left out" if beside else ""
-    lost = [path for path in old if path not in here]
+    reason += f"; {len(renamed)} old ones have another name here" if renamed else ""
+    lost = [path for path in old if path not in here and path not in renamed.values()]
     what = f"{len(lost)} of {len(old)} images have no label or are gone: {first_of(lost, 3)}"
+    count_val = sum(old[path] == "val" for path in lost)
+    what += f"; {count_val} of them were evaluated on"
     gone = f"{option}: {what}; an image under another name counts as new, on either side"
     return train, val, reason, [gone] if lost else []
+
+
+def _renamed(experiment: Path, old: Sides, root: Path, here: set[str]) -> dict[str, str]:
+    """The old name of files below `root` with the bytes of one that is no longer `here`."""
+    there, of_bytes = Path(os.path.expanduser(load_config(experiment / CONFIG).data.root)), {}
+    for path in sorted(old.keys() - here, key=lambda path: (old[path], path)):  # val is kept
+        with suppress(OSError):  # gone there too, or a window
+            of_bytes[sha256_of(there / path)] = path
+    new = sorted(here - old.keys()) if of_bytes else []
+    hashes = {path: sha256_of(root / path) for path in new if (root / path).is_file()}
+    return {path: of_bytes[found] for path, found in hashes.items() if found in of_bytes}
 
 
 def unlisted(config: Path, folder: Path) -> list[str]:

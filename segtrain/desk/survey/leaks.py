@@ -47,7 +47,7 @@ def leak(survey: Survey, train: Sequence[Image], val: Sequence[Image]) -> str:
     return (
         f"{len(leaked)} of {len(val)} images to evaluate on have a near-duplicate or a neighbour "
         f"among those to train on, such as {leaked[0].path}: scores will be too good; keep "
-        "sequences together"
+        "sequences together (--group)"
     )
 
 
