@@ -16,7 +16,7 @@ from test_evaluate import NAMES, cityscapes, command, config_of, know_the_colors
 
 from segtrain.config import config_to_yaml
 from segtrain.data.read.find import Pair, Window
-from segtrain.desk.results.evaluated import _place, _places, data_on
+from segtrain.desk.results.on_list import _place, _places, data_on
 from segtrain.desk.results.runs import read_run
 from segtrain.errors import ConfigError
 from segtrain.score.records import load_records, scores_csv
@@ -471,3 +471,49 @@ def test_on_a_list_all_runs_have_the_labels_of_one(world, tmp_path, lab):
     assert len(set(first)) == 3  # the last two are of the same images
     said = lab.done("compare", runs["p2"], runs["p1"], "--on", tmp_path / "p2/val.txt").err
     assert f"those of {runs['p2']}" in said  # whatever the order
+
+
+@pytest.fixture
+def later(world, tmp_path):
+    """A week later: photos under other names in another folder, classes exchanged, and a new one.
+
+    The config of its data, and the order of the classes there, by position.
+    """
+    order, root = [1, 0, 2, 3], tmp_path / "later"
+    for split in "train", "val":
+        for path in (world / f"images/{split}").iterdir():
+            (root / f"images/{split}").mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, root / f"images/{split}/new_{path.name}")
+            label = to_train(cv2.imread(str(world / f"labels/{split}/{path.name}"), -1))
+            table = np.uint8([*np.argsort(order), *[255] * 252])
+            save(root / f"labels/{split}/new_{path.name}", table[label])
+    rows = "".join(f"- {{name: {name}, ids: [{i}]}}\n" for i, name in enumerate("bacde"))
+    (root / "classes.yaml").write_text(f"classes:\n{rows}ignore_ids: [255]\n")
+    lists = {"new": ["val/new_4", "val/new_1"], "leak": ["val/new_4", "train/new_2"]}
+    for name, images in lists.items():
+        lines = [f"images/{x}.png labels/{x}.png\n" for x in images]
+        (root / f"{name}.txt").write_text("".join(lines))
+    return root
+
+
+def test_on_a_list_classes_go_by_name_and_equal_files_are_known(run, later, tmp_path, lab):
+    options = small(later, train={"steps": 2}, optim={"ema_decay": None})
+    newer = tmp_path / "newer"
+    assert train(write_config(later / "own.yaml", options), newer) == 0
+    file = tmp_path / "c.json"
+    said = lab.done("compare", run, newer, "--on", later / "new.txt", "--json", file).err
+    assert f"{run}: classes are compared by name; it has no e and never predicts it" in said
+    assert f"does not have; all are read below {later}" in said
+    kept = load_records(run)
+    rows = [kept.names.index(name) for name in ("4", "1")]
+    right, labelled, predicted = np.moveaxis(kept.images[rows].sum(0), 1, 0)
+    found = json.loads(file.read_text())
+    assert found["scores"][0] == [pytest.approx(np.mean(right / (labelled + predicted - right)))]
+    # Of its training are files with the same bytes, whatever they are called here.
+    said = lab.refused("compare", run, newer, "--on", later / "leak.txt")
+    assert f"{run} was trained on 1 of 2 images (images/train/new_2): leave them out" in said
+    # The labels of the older run do not know the new class.
+    lines = [f"images/val/{i}.png labels/val/{i}.png\n" for i in (1, 4)]
+    (tmp_path / "old.txt").write_text("".join(lines))
+    said = lab.refused("compare", newer, run, "--on", tmp_path / "old.txt", code=3)
+    assert "its labels lack e: take a list of the data that have all classes" in said

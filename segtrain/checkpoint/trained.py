@@ -316,7 +316,7 @@ def load_initial(
         raise CheckpointError(f"{file}: damaged: its classes cannot be read") from error
     in_place = list(range(len(there)))
     # Where the own classes are not known, equal numbers of classes are taken for equal classes.
-    rows = _rows_by_name(there, class_names, file) if class_names else in_place
+    rows = rows_by_name(there, class_names, file) if class_names else in_place
     if rows != in_place:
         lines.append(_class_line(there, class_names, rows))
     random = []
@@ -353,7 +353,7 @@ def _other_options(there: Checkpoint, here: Config, path: Path) -> dict[str, str
     }
 
 
-def _rows_by_name(there: Sequence[str], here: Sequence[str], path: Path) -> list[int | None]:
+def rows_by_name(there: Sequence[str], here: Sequence[str], path: Path) -> list[int | None]:
     """For each class `here` the index `there` of the one with its plain name; None: there is none.
 
     Raises:

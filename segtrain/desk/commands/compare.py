@@ -11,8 +11,9 @@ from string import ascii_uppercase
 from typing import Any
 
 from segtrain.desk.results.compare import Comparison, compare, comparison_lines
-from segtrain.desk.results.evaluated import Evaluated, evaluations_on
+from segtrain.desk.results.evaluated import Evaluated
 from segtrain.desk.results.joined_folds import evaluated_whole
+from segtrain.desk.results.on_list import evaluations_on
 from segtrain.desk.results.runs import differing_recipes
 from segtrain.desk.results.steps import steps_lines
 from segtrain.desk.results.tables import latex_table, markdown_table, several_lines

@@ -11,7 +11,8 @@ from segtrain.commands.config import find_config
 from segtrain.config import Config, config_to_yaml, load_config
 from segtrain.data import open_dataset
 from segtrain.data.read.protect import check_run_directory
-from segtrain.desk.results.evaluated import Evaluated, data_on
+from segtrain.desk.results.evaluated import Evaluated
+from segtrain.desk.results.on_list import data_on
 from segtrain.desk.results.report import write_report
 from segtrain.desk.results.runs import Run
 from segtrain.desk.results.scored_maps import LabelMaps
