@@ -146,6 +146,8 @@ def test_wrong_volumes_are_refused_before_a_model_is_loaded(lab, monkeypatch, wh
         (folder / "bad/IM014").unlink()
     else:
         monkeypatch.setitem(sys.modules, "nibabel", None)
+    if what != "no library":  # beside a good one it is named when that is done
+        (folder / "good.nii").unlink()
     code, problem = {
         "4D": (3, "bad.nii: expected a volume of single numbers, found 8x9x4x2 int16"),
         "colours": (3, "bad.nii: expected a volume of single numbers, found 8x9x4"),

@@ -554,6 +554,36 @@ def test_volumes_that_would_be_wrong_in_silence_are_named(slices_of_three, tmp_p
     assert f"{tmp_path}/no.nii.gz: no such file\n" in capsys.readouterr().err
 
 
+def test_a_damaged_header_stops_no_other_volume(slices_of_three, tmp_path, capsys):
+    nib = pytest.importorskip("nibabel")
+    model, new = trained(slices_of_three, tmp_path / "run", 1), tmp_path / "new"
+    for name in ("a", "cut", "z"):
+        path = write_nifti(new / f"{name}.nii.gz", phantom(7)[0])
+    path = new / "cut.nii.gz"
+    path.write_bytes(path.read_bytes()[:200])  # within the header
+    write_nifti(new / "times.nii", np.zeros((9, 8, 2, 3), np.int16))
+    capsys.readouterr()
+    words = "--output", tmp_path / "found", "--overwrite"
+    assert run("predict", model, new, *words) == 3
+    said = capsys.readouterr()
+    assert "2 of 4 volumes: " in said.out
+    assert f"{path}: damaged volume" in said.err
+    assert f"{new}/times.nii: expected a volume of single numbers, found 9x8x2x3" in said.err
+    found = {x.name: nib.load(x) for x in (tmp_path / "found/labels").iterdir()}
+    assert {*found} == {"a.nii.gz", "z.nii.gz"}
+    assert run("predict", model, new / "a.nii.gz", "--output", tmp_path / "alone") == 0
+    capsys.readouterr()
+    alone = nib.load(tmp_path / "alone/labels/a.nii.gz")
+    np.testing.assert_array_equal(found["a.nii.gz"].dataobj, alone.dataobj)
+    # Where nothing can be predicted, or a name is wrong, no model is loaded.
+    missing = new / "a.nii.gz", new / "no.nii.gz"
+    for given, problem in (((path,), f"{path}: damaged"), (missing, "no.nii.gz: no such file")):
+        assert run("predict", model, *given, *words) == 3
+        said = capsys.readouterr()
+        assert problem in said.err
+        assert said.out == ""
+
+
 def test_volumes_of_unsure_sides_are_named_when_they_are_cut(tmp_path, capsys):
     for i, codes in enumerate(((1, 0), (0, 0), (1, 1))):
         for folder, voxels in zip(("imagesTr", "labelsTr"), phantom(i, SMALL), strict=True):

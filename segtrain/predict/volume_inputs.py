@@ -60,7 +60,8 @@ class Volumes:
     ) -> tuple[list[VolumeFile], list[str | Path], list[str]]:
         """The volumes among inputs, the other inputs, and lines about files of neither.
 
-        DataError: headers tell of some that they cannot be predicted, before a model is loaded.
+        DataError, before a model is loaded: a file is missing, or headers tell that nothing of
+            what was given can be predicted.
         """
         found = _split_inputs(inputs, output)
         if found[0]:
@@ -71,7 +72,9 @@ class Volumes:
                 load_volume(volume, headers_only=True)
             except DataError as error:
                 problems.append(str(error))
-        if problems:
+        # As one photo of many, one damaged volume is named after the others are done.
+        is_all = len(problems) == len(found[0]) and not found[1]
+        if problems and (is_all or not all(volume.path.exists() for volume in found[0])):
             raise DataError(first_lines("input", problems))
         return found
 
