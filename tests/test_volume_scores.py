@@ -1,19 +1,24 @@
 """Dice and Hausdorff distances of volumes beside all pairs of voxels, also those of folds."""
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from test_volumes import OBLIQUE, RAS, TRAINED, phantom, run, slices_of_three
 
+from segtrain.config import DataConfig
 from segtrain.data.read.cut_volumes import CutVolume, read_cut_volumes
 from segtrain.data.read.volumes import Stack
+from segtrain.desk.commands.folds import _volume_table
 from segtrain.distributed import collectives as dist
 from segtrain.errors import DataError
-from segtrain.score.volume_scores import VolumeScores, VolumeTable
+from segtrain.run.division import Division, Fold
+from segtrain.score.volume_scores import VolumeRow, VolumeScores, VolumeTable
 from segtrain.task.prediction import Prediction
 from segtrain.types import IGNORE_INDEX
 
@@ -154,6 +159,52 @@ def test_a_volume_that_folds_divide_counts_once(tmp_path):
     assert (row["voxels"], row["Dice"]) == (same["voxels"], same["Dice"])
     assert (row["problem"], row["HD95_mm"]["ball"]) == ("divided among folds", None)
     assert not VolumeTable.joined([VolumeTable.of({})])
+
+
+SEVERAL = "warning: volumes whose slices have several groups, each taken for a group: "
+
+
+def test_a_volume_whose_slices_have_several_groups_is_named(tmp_path):
+    """In an evaluation and in folds: it is of none of them, and pooled with no other volume."""
+    pair, images = (balls(), balls(0.2)), {}
+    volumes = {name: volume_of(name) for name in "abc"}
+    text = json.dumps({name: x.model_dump() for name, x in volumes.items()})
+    (tmp_path / "volumes.json").write_text(text)
+    groups = {"a": [*"pppqqq"], "b": [*"pppqqq"], "c": ["p"] * 6}
+    for name, volume in volumes.items():
+        images |= dict(zip(volume.slices, groups[name], strict=True))
+    names = {"a": "a (several groups)", "b": "b (several groups)", "c": "p"}
+
+    def check(table):
+        assert {row.volume: row.group for row in table.rows} == names
+        assert [x["group"] for x in table.to_dict()["groups"]] == sorted(names.values())
+        (line,) = (x for x in table.lines() if x.startswith(SEVERAL))
+        assert line == f"{SEVERAL}a, b; give --group a pattern of whole volumes"
+
+    paths = [tmp_path / f"{x}.tif" for x in images]
+    scores = VolumeScores(CLASSES, tmp_path, paths, [*images.values()])
+    for i in range(18):
+        image = np.zeros((13, 11, 1), np.uint8)
+        scores.add(Prediction(i, image, *(x[i % 6] for x in pair)))
+    scores.sum_over_ranks()
+    check(scores.table)
+    root = str(tmp_path)
+    config = SimpleNamespace(data=DataConfig(layout="folders", root=root, classes="c.yaml"))
+    # Where folds divide a volume, each part has one group; where a fold has all of it, two.
+    for sides in ([[*range(18)]], [[0, 1, 2, 6, 7, 8], [3, 4, 5, *range(9, 18)]]):
+        folds = []
+        for k, own in enumerate(sides):
+            (tmp_path / f"fold_{k}").mkdir(exist_ok=True)
+            listed = [[*images][i] for i in own]
+            rows = [
+                VolumeRow(x, "folder", "", [[1, 1, 1]] * 3, [math.nan] * 3)
+                for x in "abc"
+                if any(x == name.split("/")[1] for name in listed)
+            ]
+            found = {"by_volume": VolumeTable(CLASSES, rows).to_dict()}
+            (tmp_path / f"fold_{k}/by_volume.json").write_text(json.dumps(found))
+            folds.append(Fold(run=f"fold_{k}", images={x: images[x] for x in listed}))
+        check(_volume_table(tmp_path, config, Division(by="group", all=True, folds=folds)))
 
 
 def test_slices_of_another_size_than_was_cut_are_refused(tmp_path):

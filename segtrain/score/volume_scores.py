@@ -27,6 +27,14 @@ from segtrain.task.prediction import Prediction
 from segtrain.text import first_of, printable, table_lines
 from segtrain.types import IGNORE_INDEX
 
+_SEVERAL = " (several groups)"
+
+
+def group_of_slices(volume: str, groups: Iterable[str]) -> str:
+    """The group of all its slices; if they have several, one of its own, which no other has."""
+    first, *others = {*groups}
+    return f"{volume}{_SEVERAL}" if others else first
+
 
 class VolumeRow(NamedTuple):
     """voxels: (K, 3), right, labelled, predicted. hd95_mm: K, or NaN. problem: why all are NaN."""
@@ -84,7 +92,7 @@ class VolumeScores:
             voxels.append([int(x.sum()) for x in (label & pred, label, pred)])
             is_measured = not problem and label.any() and pred.any()
             distances.append(hausdorff_95(label, pred, spacing) if is_measured else math.nan)
-        group = first_of(sorted({group for _, _, group, *_ in kept}))
+        group = group_of_slices(name, (group for _, _, group, *_ in kept))
         return VolumeRow(name, group, problem, voxels, distances)
 
 
@@ -114,7 +122,8 @@ class VolumeTable(NamedTuple):
         for row in (row for table in tables for row in table.rows):
             if other := rows.get(row.volume):  # its parts have no distance either
                 voxels = np.add(row.voxels, other.voxels).tolist()
-                row = row._replace(voxels=voxels, problem="divided among folds")
+                group = group_of_slices(row.volume, (row.group, other.group))
+                row = row._replace(group=group, voxels=voxels, problem="divided among folds")
             rows[row.volume] = row
         return cls(next((x.classes for x in tables if x), []), sorted(rows.values()))
 
@@ -138,6 +147,9 @@ class VolumeTable(NamedTuple):
         ]
         if left := [f"{row.volume} ({row.problem})" for row in self.rows if row.problem]:
             lines.append(f"warning: volumes without HD95: {first_of(left, 5)}")
+        if odd := [x.volume for x in self.rows if x.group == f"{x.volume}{_SEVERAL}"]:
+            what = "warning: volumes whose slices have several groups, each taken for a group"
+            lines.append(f"{what}: {first_of(odd, 5)}; give --group a pattern of whole volumes")
         return lines
 
     def to_dict(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ from segtrain.run.division import (
     unit_of,
     write_record,
 )
-from segtrain.score.volume_scores import VolumeTable
+from segtrain.score.volume_scores import VolumeTable, group_of_slices
 from segtrain.task.tasks import task_of
 from segtrain.text import counted, first_of, say
 
@@ -396,9 +396,9 @@ def _volume_table(directory: Path, config: Config, division: Division) -> Volume
         if (path := directory / fold.run / _VOLUMES).is_file():
             part = VolumeTable.of(json.loads(path.read_text()).get("by_volume", {}))
             for i, row in enumerate(part.rows):
-                (first, *_) = (x for x in volumes[row.volume].slices if x in fold.images)
-                group = row.volume if division.by == "image" else fold.images[first]
-                part.rows[i] = row._replace(group=group)
+                own = {fold.images[x] for x in volumes[row.volume].slices if x in fold.images}
+                own = {row.volume} if division.by == "image" else own
+                part.rows[i] = row._replace(group=group_of_slices(row.volume, own))
             tables.append(part)
     return VolumeTable.joined(tables)
 
