@@ -8,9 +8,11 @@ import threading
 import numpy as np
 import pytest
 import tifffile
+from scipy import ndimage
 from test_predict import photo, run  # noqa: F401
 from test_raster import GEO
 
+from segtrain.data.read import raster
 from segtrain.data.read.classes import ClassFile, SegClass
 from segtrain.data.read.find import Window
 from segtrain.data.read.georeference import copy_place, place_of
@@ -20,6 +22,7 @@ from segtrain.desk.annotations.geojson import read
 from segtrain.desk.annotations.polygons import write_polygons
 from segtrain.desk.annotations.regions import Findings
 from segtrain.errors import ConfigError, DataError
+from segtrain.predict import georaster, raster_inputs
 
 WORLD = "0.5\n0\n0\n-0.5\n100.25\n199.75\n"
 # As a world file says it by the middle of the first pixel.
@@ -108,6 +111,38 @@ def test_a_system_that_no_tag_of_a_tiff_can_say_is_kept_beside_a_prediction(run,
     run(path, overwrite=True)
     assert place(labels / "x.tif") == (PLACE, None)
     assert {one.name for one in labels.iterdir()} == {"x.png", "x.tif"}
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_zeros_of_a_map_that_no_tag_marks_are_named(run, tmp_path, monkeypatch, capsys, in_parts):
+    if in_parts:
+        monkeypatch.setattr(raster, "_MIN_BYTES", 0)
+        monkeypatch.setattr(raster_inputs, "MAX_PHOTO_PIXELS", 3000)
+        monkeypatch.setattr(georaster, "BLOCK_PX", 48)
+        monkeypatch.setattr(georaster, "MARGIN_PX", 16)
+    (folder := tmp_path / "in").mkdir()
+    whole = photo(70, 110).clip(1)
+    bordered, dark, small = whole.copy(), whole.copy(), whole.copy()
+    bordered[np.tri(70, 110, -40, dtype=bool)] = 0  # beside a turned scene
+    dark[::3, ::3] = 0  # shadows
+    small[:7, :11] = 0  # exactly a hundredth
+    no_data = {name: (42113, "s", 0, name, True) for name in ("0", "255")}
+    files = {"bordered": (bordered, GEO), "plain": (bordered, ()), "dark": (dark, GEO)}
+    files |= {"small": (small, GEO), "band": (whole * np.uint8([0, 1, 1]), GEO)}
+    files |= {name: (bordered, [*GEO, tag]) for name, tag in no_data.items()}
+    for name, (pixels, tags) in files.items():
+        tifffile.imwrite(folder / f"{name}.tif", pixels, photometric="rgb", extratags=tags)
+    assert run(folder) == 0
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if "areas of 0" in x)
+    square, zeros = np.ones((9, 9)), (bordered == 0).all(axis=2)
+    inside = ndimage.binary_dilation(ndimage.binary_erosion(zeros, square, border_value=1), square)
+    assert zeros.sum() == 465 > inside.sum() > 440  # of 7,700; corners of the triangle are thin
+    first, second = (f"{folder}/{x}.tif ({inside.mean():.1%})" for x in ("255", "bordered"))
+    assert line == (
+        "warning: 2 maps have areas of 0 in all bands (of so many pixels), which were given "
+        f"classes: {first}, {second}; if 0 "
+        "means no data there, gdal_translate -a_nodata 0 FILE NEW.tif declares it"
+    )
 
 
 @pytest.mark.parametrize("keys", [[GEO[2]], []])

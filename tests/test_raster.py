@@ -137,7 +137,7 @@ def predicted(tmp_path, image, form, **options):
         form=form,
         stored=lambda label: np.array([7, 300, *[9] * 254], np.uint16)[label],
         no_data=9,
-        on_block=lambda _: None,
+        on_block=lambda *_: None,
     )
     return output
 

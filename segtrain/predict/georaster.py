@@ -64,12 +64,13 @@ def predict_raster(
     form: ImageForm,
     stored: Callable[[np.ndarray], np.ndarray],
     no_data: float,
-    on_block: Callable[[np.ndarray], object],
+    on_block: Callable[[np.ndarray, tuple[slice, slice]], object],
 ) -> bool:
     """Writes the label of the TIFF at `path`, (height, width) `size`, as a tiled TIFF.
 
     stored: what label files hold of a label map. no_data: as of `write_label`. form: of the file.
-    on_block: called after each block with what the network saw, as `read_image` gives it.
+    on_block: called after each block with what the network saw, as `read_image` gives it, and
+        where in it the block lies.
 
     Returns whether all scores were finite numbers; elsewhere the prediction means nothing.
 
@@ -97,7 +98,7 @@ def predict_raster(
                 # All tiles of a TIFF have one size, so blocks at the edges are filled up.
                 block = np.zeros((BLOCK_PX, BLOCK_PX, *part.shape[2:]), part.dtype)
                 block[: part.shape[0], : part.shape[1]] = part
-                on_block(pixels)
+                on_block(pixels, core)
                 yield block
 
     # The shape and type of what is written, of no pixel at all.

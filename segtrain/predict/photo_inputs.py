@@ -28,6 +28,7 @@ from segtrain.predict.georaster import write_label, write_probabilities
 from segtrain.predict.kind import Job, check_library
 from segtrain.predict.object_table import ObjectTables
 from segtrain.predict.summary import Notes
+from segtrain.predict.undeclared import where_zero
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
 from segtrain.task.prediction import LabelMap
@@ -235,9 +236,10 @@ def _decode(
     except DataError as error:
         return None, Notes(str(error))
     values = image_values(image, form, printable(path))
+    zeros = float(where_zero(image).mean()) if is_on_map(path, info) else 0.0
     image, missing = ignore_missing(image, np.zeros(image.shape[:2], np.uint8), form)
     pixels = transfer.pinned(torch.from_numpy(image))
-    return (pixels, missing), Notes(turned=info.orientation != 1, values=values)
+    return (pixels, missing), Notes(turned=info.orientation != 1, values=values, zeros=zeros)
 
 
 def _predict(predictor: Predictor, group: list[DecodedPhoto], wanted: str) -> list[LabelMap]:

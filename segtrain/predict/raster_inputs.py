@@ -1,5 +1,6 @@
 """Rasters too large to be read at once: in parts, into a raster that lies where the source does."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 from segtrain.checkpoint.ready import ReadyModel
 from segtrain.data.check.values import image_values, joined_values
 from segtrain.data.read.decode import MAX_PHOTO_PIXELS
+from segtrain.data.read.georeference import is_on_map
 from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.photos import PhotoFile, form_of_file
 from segtrain.data.read.raster import raster_size, refuse_short_side
@@ -16,6 +18,7 @@ from segtrain.inference.settings import Size
 from segtrain.predict.georaster import num_blocks, predict_raster
 from segtrain.predict.kind import Job, check_library, noted
 from segtrain.predict.summary import Notes
+from segtrain.predict.undeclared import where_zero
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
 from segtrain.task.tasks import task_of
@@ -57,7 +60,7 @@ def _size_of(source: PhotoFile) -> Size | None:
 
 
 def _predict_raster(ready: ReadyModel, source: PhotoFile, size: Size, path: Path) -> Notes:
-    settings, values = ready.predictor.settings, []
+    settings, values, num_zeros = ready.predictor.settings, [], 0
     task = task_of(ready.config.task)
     refuse_short_side(source.path, settings.usual.short_side_px)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +68,9 @@ def _predict_raster(ready: ReadyModel, source: PhotoFile, size: Size, path: Path
     bar = ProgressBar(num_blocks(size), 0, "raster", enabled=True, unit="block", last_line=False)
     bar.describe(printable(source.name))
 
-    def add(block: np.ndarray) -> None:
+    def add(block: np.ndarray, core: tuple[slice, slice]) -> None:
+        nonlocal num_zeros
+        num_zeros += int(where_zero(block)[core].sum())
         values.append(image_values(block, form, printable(source.path)))
         bar.update()
 
@@ -80,11 +85,13 @@ def _predict_raster(ready: ReadyModel, source: PhotoFile, size: Size, path: Path
             no_data=task.no_data(ready.loaded.classes),
             on_block=add,
         )
+    info = read_info(source.path)
     return Notes(
-        turned=read_info(source.path).orientation != 1,
+        turned=info.orientation != 1,
         in_parts=settings.usual.mode == "whole",
         values=joined_values(values),
         is_finite=is_finite,
+        zeros=num_zeros / math.prod(size) if is_on_map(source.path, info) else 0.0,
     )
 
 

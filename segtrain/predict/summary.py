@@ -11,6 +11,7 @@ from segtrain.data.check.values import ImageValues
 from segtrain.data.read.find import first_lines
 from segtrain.errors import DataError
 from segtrain.models.precision import evaluation_warnings
+from segtrain.predict.undeclared import zero_lines
 from segtrain.text import counted, printable
 
 NOT_FINITE = (
@@ -27,6 +28,7 @@ class Notes(NamedTuple):
     in_parts: bool = False  # too large for the mode `whole` of the settings
     values: ImageValues | None = None
     is_finite: bool = True  # whether its scores are; else its prediction means nothing
+    zeros: float = 0.0  # of a map, the share of pixels in areas that are 0 and no "no data"
     cut_short: str = ""  # a video whose last frames are missing
 
 
@@ -58,6 +60,8 @@ def summarize(
     for note in notes:
         if note.cut_short:
             print(f"warning: {note.cut_short}")
+    for line in zero_lines((x.values.name, x.zeros) for x in notes if x.values is not None):
+        print(line)
     known = ready.loaded.channels
     strange = channel_findings(values, known) if known else ()
     for finding in (*photo_findings(values), *strange):
