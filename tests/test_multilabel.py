@@ -619,10 +619,15 @@ def test_one_label_for_all_classes_is_no_multilabel_folder(tmp_path, lab):
 def test_tables_count_each_class_where_it_lies_on_others_too(learnt, lab, tmp_path):
     table, output = tmp_path / "t.csv", tmp_path / "pred"
     words = "predict", learnt / "run", learnt / "data/images", "--output"
-    lab.done(*words, output, "--table", table)
+    said = lab.done(*words, output, "--table", table).out
     with table.open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 24
+    shares = dict(re.findall(r"(\w+) ([\d.]+) %", said[said.index("classes: ") :]))
+    for name, share in shares.items():  # the images are of one size
+        means = [float(row["share"]) for row in rows if row["class"] == name]
+        assert float(share) == pytest.approx(100 * sum(means) / 24, abs=0.06)
+    assert len(shares) == 2
     for row in rows:
         mask = cv2.imread(str(output / f"masks/{row['class']}/{row['image']}.png"), -1)
         assert int(row["pixels"]) == (mask == 255).sum()

@@ -13,6 +13,7 @@ from segtrain.errors import ConfigError, DataError
 from segtrain.predict import raster_inputs
 from segtrain.predict.objects import find_objects
 from segtrain.predict.pixel_size import grid_of
+from segtrain.predict.summary import class_pixels, shares_line
 from segtrain.types import IGNORE_INDEX
 
 __all__ = ["run"]  # a fixture
@@ -105,6 +106,38 @@ def test_tables_tell_pixels_objects_and_places_of_drawn_images(run, tmp_path):
     assert square == pytest.approx([21, (7 * 20 + 10) / 21, (4.5 * 20 + 7) / 21, 5, 3, 6, 5])
     assert round_one == [disc.sum(), 20, 25, 14, 19, 13, 13]
     assert line == [20, 39.5, 12, 30, 12, 20, 1]
+
+
+def test_classes_found_are_told_in_one_line_as_the_table_counts(run, tmp_path, capsys):
+    save(tmp_path / "in/b.png", paint(drawn()))
+    pixels = paint(np.eye(7, 9, dtype=int)).astype(np.uint8)
+    pixels[:3] = 255  # no value
+    save_tiff(tmp_path / "in/a.tif", pixels, NO_VALUE_255)
+    assert run(tmp_path / "in", table=tmp_path / "t.csv") == 0
+    rows = rows_of(tmp_path / "t.csv")
+    counts = dict.fromkeys(CLASSES.names, 0)
+    for row in rows:
+        counts[row["class"]] += int(row["pixels"])
+    valid = 40 * 60 + 7 * 9 - 3 * 9
+    assert sum(counts.values()) == valid
+    largest = sorted(counts, key=counts.get, reverse=True)
+    shares = ", ".join(f"{name} {100 * counts[name] / valid:.3g} %" for name in largest)
+    said = capsys.readouterr().out.splitlines()
+    assert f"classes: {shares}" in said
+    # Without the table it is named.
+    assert run(tmp_path / "in", overwrite=True) == 0
+    assert f"classes: {shares}; by image: --table FILE" in capsys.readouterr().out.splitlines()
+
+
+def test_the_six_largest_classes_are_told():
+    label = np.repeat(np.arange(8, dtype=np.uint8), [1, 550, 500, 400, 300, 150, 0, 50])
+    label = np.append(label, [IGNORE_INDEX] * 89).astype(np.uint8).reshape(30, 68)
+    counts = [class_pixels(label, 2000, 8)] * 2
+    line = "classes: b 27.5 %, c 25 %, d 20 %, e 15 %, f 7.5 %, h 2.5 % and 1 more"
+    assert shares_line(counts, "abcdefgh") == line
+    assert shares_line([np.array([9999, 1, 10000])], "ab") == "classes: a 100 %, b 0.01 %"
+    assert shares_line([np.array([0, 0, 5])], "ab") == "classes: none"
+    assert shares_line([], "ab") == shares_line([np.array([0, 0, 0])], "ab") == ""
 
 
 def test_lengths_and_areas_are_in_the_unit_that_is_given(run, tmp_path):

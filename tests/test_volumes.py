@@ -488,6 +488,12 @@ def test_a_predicted_volume_lies_where_its_source_does(slices_of_three, tmp_path
     np.testing.assert_array_equal(again.get_fdata(), in_patient)
     np.testing.assert_allclose(again.affine, OBLIQUE, atol=1e-3)
     check_table(table, in_patient, 0.8 * 0.7 * 3)
+    # Both are the same volume.
+    names = "background", "box", "ball"
+    shares = {
+        name: f"{name} {100 * (in_patient == k).mean():.3g} %" for k, name in enumerate(names)
+    }
+    assert all(share in said for share in shares.values())
     check_probabilities(tmp_path / "found", found)
     # Without the option none of an earlier prediction is left.
     assert run("predict", model, tmp_path / "new", *where, "--overwrite") == 0

@@ -651,7 +651,8 @@ COMMANDS = (
         _PLUGIN,
         _DEVICE,
         description="Write label maps, colour maps and overlays of images of any size, and videos. "
-        "Objects are\npixels of one class that touch, also at corners.",
+        "Objects are\npixels of one class that touch, also at corners. A line at the end tells "
+        "the share of\neach class in all images, or volumes.",
         examples="segtrain predict runs/own photos/ extra.jpg --output predictions\n"
         "segtrain predict runs/own photos/ --output out --table table.csv --min-area 50\n"
         "segtrain predict runs/own slides/ --output out --objects cells.csv --pixel-size 0.25um\n"

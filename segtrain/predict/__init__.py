@@ -87,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
         (kind.several, kind.written(job), kind.predict(job, sources))
         for kind, sources in by_kind.items()
     ]
-    summarize(ready, done, output)
+    summarize(ready, done, output, "" if args.table else "; by image: --table FILE")
     return EXIT_OK
 
 

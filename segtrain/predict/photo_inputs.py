@@ -27,7 +27,7 @@ from segtrain.inference.windows import num_windows
 from segtrain.predict.georaster import write_label, write_probabilities
 from segtrain.predict.kind import Job, check_library
 from segtrain.predict.object_table import ObjectTables
-from segtrain.predict.summary import Notes
+from segtrain.predict.summary import Notes, class_pixels
 from segtrain.predict.undeclared import where_zero
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
@@ -94,9 +94,10 @@ class _Finished(NamedTuple):
     """A predicted image on the host, to be written.
 
     image: (H, W, 3) uint8. label: (H, W) or (H, W, K) uint8. probability: (K, H, W); None: not
-        asked for. missing: as of DecodedPhoto.
+        asked for. index, missing: as of DecodedPhoto.
     """
 
+    index: int
     source: PhotoFile
     image: np.ndarray
     label: np.ndarray
@@ -157,6 +158,9 @@ def predict_images(
 
     def write(result: _Finished) -> None:
         _write(ready, output, tint, probabilities, result)
+        if task_of(ready.config.task).has_classes:
+            counts = class_pixels(result.label, (result.missing == 0).sum(), predictor.num_classes)
+            notes[result.index] = notes[result.index]._replace(class_pixels=counts)
         on_label(result.source, result.label, result.missing)
 
     # Three stages side by side: threads decode, this thread predicts, threads write.
@@ -175,7 +179,7 @@ def _finished(
     if probability is not None:
         known = np.where(photo.missing, np.float32(np.nan), probability.float().numpy())
     label = ignored_where(photo.missing, label.numpy())
-    return _Finished(photo.source, image, label, known, photo.missing)
+    return _Finished(photo.index, photo.source, image, label, known, photo.missing)
 
 
 def _write(
@@ -186,7 +190,7 @@ def _write(
     result: _Finished,
 ) -> None:
     """Writes all files of a prediction, and removes those that an earlier one has left."""
-    source, image, label, known, _ = result
+    _, source, image, label, known, _ = result
     classes, task = ready.loaded.classes, task_of(ready.config.task)
     drawn = task.pictures(classes, label)
     _, palette = task.key(classes)

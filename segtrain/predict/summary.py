@@ -1,8 +1,10 @@
 """What `segtrain predict` says of what it has done."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from segtrain.checkpoint.ready import ReadyModel
 from segtrain.data.check.channels import channel_findings
@@ -12,7 +14,7 @@ from segtrain.data.read.find import first_lines
 from segtrain.errors import DataError
 from segtrain.models.precision import evaluation_warnings
 from segtrain.predict.undeclared import zero_lines
-from segtrain.text import counted, printable
+from segtrain.text import counted, first_of, printable
 
 NOT_FINITE = (
     "warning: the scores of {} are not finite, and predictions from them mean nothing; if they "
@@ -30,6 +32,27 @@ class Notes(NamedTuple):
     is_finite: bool = True  # whether its scores are; else its prediction means nothing
     zeros: float = 0.0  # of a map, the share of pixels in areas that are 0 and no "no data"
     cut_short: str = ""  # a video whose last frames are missing
+    class_pixels: np.ndarray | None = None  # as of the function; None: not counted
+
+
+def class_pixels(label: np.ndarray, num_valid: int, num_classes: int) -> np.ndarray:
+    """Pixels of each class, and last `num_valid`, those that have a value: (K + 1,) int64.
+
+    label: (H, W) uint8 train ids or IGNORE_INDEX; where classes overlap (H, W, K).
+    """
+    if label.ndim == 3:
+        return np.append(np.count_nonzero(label == 1, (0, 1)), num_valid)
+    # Row by row, since bincount copies what it counts to eight bytes each.
+    counts = sum(np.bincount(row, minlength=256) for row in label)
+    return np.append(counts[:num_classes], num_valid)
+
+
+def shares_line(counts: Iterable[np.ndarray], names: Sequence[str]) -> str:
+    """The largest classes in percent of what has a value, as in --table; empty: nothing has."""
+    *of_class, valid = np.sum([np.zeros(len(names) + 1, np.int64), *counts], 0).tolist()
+    pairs = sorted(zip(of_class, names, strict=True), key=lambda pair: -pair[0])
+    found = [f"{name} {100 * pixels / valid:.3g} %" for pixels, name in pairs if pixels]
+    return f"classes: {first_of(found, 6) or 'none'}" if valid else ""
 
 
 def print_about(ready: ReadyModel) -> None:
@@ -41,17 +64,21 @@ def print_about(ready: ReadyModel) -> None:
 
 
 def summarize(
-    ready: ReadyModel, done: Sequence[tuple[str, str, Sequence[Notes]]], output: Path
+    ready: ReadyModel, done: Sequence[tuple[str, str, Sequence[Notes]]], output: Path, hint: str
 ) -> None:
     """Prints what was done; raises DataError for files that cannot be read.
 
-    done: of each kind of input its name, the folder below `output`, and the notes.
+    done: of each kind of input its name, the folder below `output`, and the notes. hint: ends
+        the line of the classes.
     """
     notes = [note for _, _, of_kind in done for note in of_kind]
     values = [note.values for note in notes if note.values is not None]
     for what, where, of_kind in done:
         num_done = sum(not note.problem for note in of_kind)
         print(f"{num_done} of {len(of_kind)} {what}: {printable(output)}/{where}")
+        counts = [note.class_pixels for note in of_kind if note.class_pixels is not None]
+        if line := shares_line(counts, ready.loaded.classes.names):
+            print(line + hint)
     if num_in_parts := sum(note.in_parts for note in notes):
         print(f"{num_in_parts} of them too large to be predicted as a whole: in parts")
     if turned := sum(note.turned for note in notes):

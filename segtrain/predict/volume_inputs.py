@@ -36,7 +36,7 @@ from segtrain.errors import ConfigError, DataError
 from segtrain.files import temporary
 from segtrain.predict.kind import Job, noted
 from segtrain.predict.object_table import VOLUME_TITLES, write_table
-from segtrain.predict.summary import Notes
+from segtrain.predict.summary import Notes, class_pixels
 from segtrain.predict.volume_table import ABOUT, volume_rows
 from segtrain.run import pictures
 from segtrain.run.console import ProgressBar
@@ -174,6 +174,8 @@ def _predict_volume(
             folder.mkdir(parents=True, exist_ok=True)
             kept = files.enter_context(files.enter_context(temporary(folder / "all")).open("wb"))
         notes, num_missing = _predict_slices(job.ready, stack, file, labels, kept)
+        rows, valid = labels.reshape(-1, labels.shape[2]), labels.size - num_missing
+        notes = notes._replace(class_pixels=class_pixels(rows, valid, len(classes.names)))
         write_volume(output, pictures.raw_ids(classes)[labels], image, axis)
         if kept is not None:
             kept.flush()
