@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from segtrain.errors import ConfigError
+from segtrain.models import trial
 from segtrain.models.trial import refuse_by_trial
 from segtrain.norm import SyncBatchNorm2d
 
@@ -99,6 +100,53 @@ def test_a_network_of_images_alone_stays_as_it_is(function):
     assert torch.equal(numbers, torch.get_rng_state())
     assert network.training
     assert network.norm.training
+
+
+def of_a_kernel(message, is_wrong=False):
+    """A function that runs on no CPU; the stand-in of the device is what `.to` names `cpu:0`."""
+    devices = []
+
+    def function(_, x):
+        if not devices:
+            raise RuntimeError(message)
+        return x.flip(0) if is_wrong else x
+
+    return function, devices
+
+
+WORDS = "scan(): expected u.is_cuda() to be true", "Pointer argument (at 0) ... (cpu tensor?)"
+WORDS += ("Could not run 'my::scan' with arguments from the 'CPU' backend. [CUDA, Meta]",)
+
+
+@pytest.mark.parametrize("message", WORDS)
+def test_a_network_that_needs_a_device_is_tried_there(monkeypatch, message):
+    """No device is here: the second trial is on the CPU, too, under its other name."""
+    with pytest.raises(ConfigError, match=r"65x97 on the CPU, and no CUDA device is visible"):
+        refuse_by_trial(Network(of_a_kernel(message)[0]), "mine")
+    for is_wrong in (False, True):
+        function, devices = of_a_kernel(message, is_wrong)
+        to = nn.Module.to
+
+        def moved(self, device, dtype, to=to, devices=devices):
+            devices += [device] if device != "cpu" else []
+            return to(self, device, dtype)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.Module, "to", moved)
+            patch.setattr(trial, "_CUDA", "cpu:0")
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            if is_wrong:
+                with pytest.raises(ConfigError, match="depend on other images of the batch"):
+                    refuse_by_trial(Network(function), "mine")
+            else:
+                refuse_by_trial(Network(function), "mine")
+        assert devices == ["cpu:0"]
+
+
+def test_other_errors_are_not_tried_on_a_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"of 65x97 \(of their own\); use another network"):
+        refuse_by_trial(Network(impossible), "mine")
 
 
 def test_networks_without_numbers_are_not_tried():

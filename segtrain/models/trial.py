@@ -19,27 +19,32 @@ from segtrain.text import MAX_NAME, printable
 _SIZE = (65, 97)  # a multiple of no stride
 # Of the largest feature: float32 in another order of its sums, far below what another image moves.
 _ROUNDING = 1e-4
+# In errors of kernels that only a device has; the second is Triton's.
+_NEEDS_DEVICE, _CUDA = ("cuda", "cpu tensor"), "cuda"
 
 
 def refuse_by_trial(
-    network: nn.Module, name: str, maps: Callable[[Any], Sequence[Tensor]] = list
+    network: nn.Module,
+    name: str,
+    maps: Callable[[Any], Sequence[Tensor]] = list,
+    device: str = "cpu",
 ) -> None:
     """ConfigError if the features of an image depend on more than the image and the weights.
 
     Batch norms, which are synchronized, take their running statistics. A network without numbers
     (on the meta device, or of fake tensors) is not tried.
 
-    maps: the feature maps (N, C, h, w) of what the network returns.
+    maps: the feature maps (N, C, h, w) of what the network returns. device: of the first trial.
     """
     weights = [*network.parameters(), *network.buffers()]
     if any(w.is_meta or type(w.data) is not Tensor for w in weights):
         return
-    trial = copy.deepcopy(network).to("cpu", torch.float32).train()
+    trial = copy.deepcopy(network).to(device, torch.float32).train()
     for layer in trial.modules():
         if isinstance(layer, _BatchNorm):
             layer.eval()  # by running statistics it joins no images
     images = torch.arange(2 * 3 * _SIZE[0] * _SIZE[1]).float().square().sin()
-    images = images.view(2, 3, *_SIZE).requires_grad_()
+    images = images.view(2, 3, *_SIZE).to(device).requires_grad_()
     try:
         with torch.enable_grad(), changed_state(trial) as changed:
             features = maps(trial(images))
@@ -49,9 +54,13 @@ def refuse_by_trial(
             before = _held(trial.eval())
             trial(images)
     except Exception as error:  # foreign code may raise anything
-        raise _refused(
-            name, f"cannot be tried on two images of 65x97 ({printable(str(error), MAX_NAME)})"
-        ) from error
+        what = "cannot be tried on two images of 65x97"
+        if device == "cpu" and any(word in str(error).lower() for word in _NEEDS_DEVICE):
+            if torch.cuda.is_available():
+                refuse_by_trial(network, name, maps, _CUDA)
+                return
+            what += " on the CPU, and no CUDA device is visible to torch; start where one is"
+        raise _refused(name, f"{what} ({printable(str(error), MAX_NAME)})") from error
     if changed:
         raise _refused(name, f"a forward pass changes {changed[0]}, which depend on the rank")
     if joins:
@@ -67,7 +76,7 @@ def _joins_images(features: Sequence[Tensor], images: Tensor) -> bool:
     """Whether features of the first image have a gradient for the second."""
     firsts = [feature[0] for feature in features if feature.requires_grad]
     # Different factors, since a softmax adds up to a constant.
-    factors = [torch.linspace(-1, 1, one.numel()).view_as(one) for one in firsts]
+    factors = [torch.linspace(-1, 1, one.numel(), device=one.device).view_as(one) for one in firsts]
     if not firsts:
         return False
     (gradient,) = torch.autograd.grad(firsts, images, factors, allow_unused=True)
