@@ -48,5 +48,7 @@ def test_two_thousand_steps_take_no_more_than_two_hundred(data, tmp_path):
     late = footprint(command.process.pid)
     assert command.wait() == 0, command.errors
     assert late[0] < 1.1 * early[0]
-    assert late[1:] == early[1:]
+    # On a busy machine batches were on their way at each of the early looks.
+    assert late[1] <= early[1]
+    assert late[2] == early[2]
     assert last(run).step == 2000
