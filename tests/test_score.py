@@ -516,4 +516,4 @@ def test_on_a_list_classes_go_by_name_and_equal_files_are_known(run, later, tmp_
     lines = [f"images/val/{i}.png labels/val/{i}.png\n" for i in (1, 4)]
     (tmp_path / "old.txt").write_text("".join(lines))
     said = lab.refused("compare", newer, run, "--on", tmp_path / "old.txt", code=3)
-    assert "its labels lack e: take a list of the data that have all classes" in said
+    assert "its labels lack e: choose a list whose data have them" in said

@@ -297,7 +297,9 @@ def _check_same(one: Records, other: Records) -> None:
     """Refuses records of other images, labels or classes."""
     splits = f"{one.about.get('split')} against {other.about.get('split')}"
     if one.classes != other.classes:
-        raise ConfigError("the runs have different classes: they cannot be compared")
+        raise ConfigError(
+            "the runs have different classes: compare them --on LIST of the data that have all"
+        )
     if one.about.get("folds") != other.about.get("folds"):
         raise ConfigError(f"the scores are not of folds made alike ({splits})")
     if one.names != other.names:

@@ -106,7 +106,7 @@ def _predict_classes_of(dataset: SegDataset, loaded: LoadedModel, directory: Pat
     rows = rows_by_name(there, here, directory)
     if lost := [name for row, name in enumerate(there) if row not in rows]:
         (difference,), _ = class_differences(loaded.classes, dataset.classes, "ids")
-        way = f"its labels lack {first_of(lost)}: take a list of the data that have all classes"
+        way = f"its labels lack {first_of(lost)}: choose a list whose data have them"
         raise DataError(f"{directory}: {difference}; {way}")
     index = torch.tensor([len(there) if row is None else row for row in rows])
 

@@ -63,7 +63,7 @@ def continued(
     what = f"{len(lost)} of {len(old)} images have no label or are gone: {first_of(lost, 3)}"
     count_val = sum(old[path] == "val" for path in lost)
     what += f"; {count_val} of them were evaluated on"
-    gone = f"{option}: {what}; an image under another name counts as new, on either side"
+    gone = f"{option}: {what}; one under another name, whose old file is gone, is new"
     return train, val, reason, [gone] if lost else []
 
 
