@@ -30,7 +30,7 @@ _IMAGENET = {key: DataConfig.model_fields[key].default for key in ("mean", "std"
 _UNBALANCED = 20
 _LARGEST_WEIGHT = 10.0
 _FITS = "over all devices; segtrain train --fit makes it fit"
-_SMALL = "over all devices; no GPU and few images: 8 take twice the time"
+_SMALL = "over all devices; no GPU and few images: 8 take 1.4 times as long"
 _SIDES = "a mirrored left kidney or lung is a right one; 0.5 if no class has a side"
 # Of fewer images a processor makes a first model within minutes.
 _FEW = 64
