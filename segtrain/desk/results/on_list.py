@@ -117,7 +117,11 @@ def _predict_classes_of(dataset: SegDataset, loaded: LoadedModel, directory: Pat
 
     loaded.model.register_forward_hook(by_name)
     without = [name for name, row in zip(here, rows, strict=True) if row is None]
-    what = f"has no {first_of(without)} and never predicts it" if without else "has another order"
+    what = (
+        f"has no {first_of(without)} and never predicts it"
+        if without
+        else "has another order or spelling"
+    )
     say(f"{directory}: classes are compared by name; it {what}")
 
 
@@ -150,14 +154,15 @@ def _evaluation(
         for config in loaded.configs:
             own = set_after_training(config, overrides, _ROOT, source=str(directory)).data
             for key, names in seen.items():
-                places = _places(list_split(own, getattr(own, key)).pairs)
+                own_pairs = list_split(own, getattr(own, key)).pairs
+                places = _places(own_pairs)
                 names += [
                     pair.name
                     for pair, place in zip(images, map(_place, images), strict=True)
                     if any(map(place.overlaps, places.get(place.mosaic, ())))
                 ]
                 if own.root != data.root:
-                    names += _of_equal_files(images, list_split(own, getattr(own, key)).pairs)
+                    names += _of_equal_files(images, own_pairs)
     except UserError as error:
         say(f"warning: {directory}: whether it was trained on images of {on} is not known: {error}")
     trained, chosen = ({*names} for names in seen.values())
