@@ -384,24 +384,6 @@ def _gather_processes(tensor: Tensor, group: Group | None = None) -> Tensor:
     return gathered.view(size * len(tensor), *tensor.shape[1:])
 
 
-def send(value: Any, tensor: Tensor, to: int) -> None:
-    """Sends `value`, as JSON, and a tensor on the CPU to rank `to`; RuntimeError: it is gone."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    # The length comes first: whoever receives must give memory of the right size.
-    for part in (torch.tensor([len(data)]), data, tensor):
-        torch_dist.send(part, to)
-
-
-def receive(tensor: Tensor, source: int) -> Any:
-    """The value that `source` sends, and its tensor into `tensor`; RuntimeError: it is gone."""
-    length = torch.empty(1, dtype=torch.int64)
-    torch_dist.recv(length, source)
-    data = torch.empty(int(length), dtype=torch.uint8)
-    for part in (data, tensor):
-        torch_dist.recv(part, source)
-    return json.loads(data.numpy().tobytes())
-
-
 def go_on_with(ranks: Sequence[int]) -> None:
     """Leaves the ranks that are gone; `ranks`, in ascending order, get new numbers.
 

@@ -14,11 +14,10 @@ To batch norm a part is a batch. A worker sends the mean and variance of each la
 moves the running ones toward them by the layer's momentum, as `sync` does for each microbatch.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from segtrain.config import Config, TrainConfig
 from segtrain.distributed import collectives as dist
 from segtrain.distributed.layout import Layout
+from segtrain.distributed.wires import GoneError, ready, to_rank0
 from segtrain.errors import ConfigError, LostRanksError, NonFiniteError
 from segtrain.norm import SyncBatchNorm
 from segtrain.run.console import say
@@ -48,8 +48,16 @@ class _Gradient(NamedTuple):
     used: Sequence[bool]  # of each weight, whether it has a gradient
     batches: Sequence[int]  # that each norm layer has seen: 1, or 0 without values
     part: int = 0
-    fetched: int = 0  # the updates that its weights had
+    fetched: int = 0  # as `_Part`
     values: Tensor | None = None  # as `_End._sent`
+
+
+class _Part(NamedTuple):
+    """What a worker computes."""
+
+    number: int  # from the first step of the run on
+    fetched: int  # the updates that its weights had
+    began: float  # by time.monotonic()
 
 
 class _End(TrainStep, Way):
@@ -62,6 +70,8 @@ class _End(TrainStep, Way):
         TrainStep.__init__(self, *about)
         self.step, self._requests, model = self, requests, self._state.model
         self._parts = dist.world_size() - 1  # of a batch
+        self._timeout_s = self._config.train.timeout_s
+        self._wires = to_rank0(self._timeout_s)
         self._weights = [weight for weight in model.parameters() if weight.requires_grad]
         layers = (layer for layer in model.modules() if isinstance(layer, SyncBatchNorm))
         self._norms = [layer for layer in layers if layer.running_mean is not None]
@@ -108,12 +118,9 @@ class Server(_End):
 
     def __init__(self, *about: Any, **options: Any) -> None:
         super().__init__(*about, **options)
-        self._workers = set(range(1, dist.world_size()))
         self._idle: list[int] = []  # wait for an order
-        self._at_work: dict[int, tuple[int, int]] = {}  # part, and the updates of its weights
+        self._at_work: dict[int, _Part] = {}  # in the order in which they got their parts
         self._arrived: dict[int, _Gradient] = {}  # wait for their update
-        # Threads that wait for gradients write; the main thread alone reads, and owns all else.
-        self._mail: SimpleQueue[tuple[int, Any, Tensor]] = SimpleQueue()
         self._handed = self._updates = self._until = 0  # parts; all meet after step `_until`
         self._wanted = [False] * 2
         self._ages: list[int] = []  # of the applied gradients since the last log line
@@ -152,11 +159,13 @@ class Server(_End):
         if step < self._until:
             return False
         # No part is out now, so every worker waits for an order, and this one reaches all.
-        ranks = [0, *sorted(self._workers)]
+        for worker in [*filter(self._is_gone, self._wires)]:
+            self._lose(worker)
+        ranks = [0, *sorted(self._wires)]
         for worker in ranks[1:]:
             self._order(worker, True, step, self._wanted, ranks)
         dist.go_on_with(ranks)
-        self._workers = set(range(1, len(ranks)))
+        self._wires = {new: self._wires[old] for new, old in enumerate(ranks) if old}
         self.step_sync.ask(*self._wanted)
         return True
 
@@ -166,7 +175,7 @@ class Server(_End):
         step = self._state.step
         # The next step after which the config asks for more than training; requests may come first.
         self._until = next(n for n in count(step + 1) if n >= run.last_step or run.is_due(n))
-        self._handed, self._idle, self._wanted = step * self._parts, [*self._workers], [False] * 2
+        self._handed, self._idle, self._wanted = step * self._parts, [*self._wires], [False] * 2
 
     def _take(self) -> _Gradient | None:
         """The next gradient to apply; None: its worker has died."""
@@ -177,17 +186,17 @@ class Server(_End):
             if worker is not None and self._keeps_bound(worker):
                 self._idle.append(worker)
                 return self._arrived.pop(worker)
-            worker, said, values = self._mail.get()  # signals are handled meanwhile
-            part, fetched = self._at_work.pop(worker)
-            # The part of a worker that died is over too: the step must not wait for it.
-            if said is None:
-                self._lose(worker)
+            worker = self._next_to_tell()
+            # The part of a worker that is gone is over too: the step must not wait for it.
+            grad, part = self._read(worker), self._at_work.pop(worker)
+            if grad is None:
                 return None
-            grad = _Gradient(*said)._replace(part=part, fetched=fetched, values=values)
+            grad = grad._replace(part=part.number, fetched=part.fetched)
             self._arrived[worker] = grad
             self._want(grad.wanted)
             if grad.is_bad:
-                where = f"step {part // self._parts + 1}: the loss or the gradient of rank {worker}"
+                step = part.number // self._parts + 1
+                where = f"step {step}: the loss or the gradient of rank {worker}"
                 raise NonFiniteError(f"{where} is not finite; it names its images")
 
     def _hand_out(self) -> None:
@@ -200,34 +209,50 @@ class Server(_End):
         last = self._until if self._config.train.staleness else step + 1
         while self._idle and self._handed < last * self._parts:
             worker = self._idle.pop(0)
-            try:
-                self._order(worker, False, self._handed)
-            except RuntimeError:  # it has died; another worker gets this part
+            if self._is_gone(worker):  # another worker gets this part
                 self._lose(worker)
                 continue
-            self._at_work[worker] = self._handed, self._updates
+            with suppress(GoneError):  # it ended just now, as `_read` will find
+                self._order(worker, False, self._handed)
+            self._at_work[worker] = _Part(self._handed, self._updates, time.monotonic())
             self._handed += 1
-            # In a thread of its own: where it waits for a message, Python handles no signal.
-            Thread(target=self._read, args=(worker,), daemon=True).start()
+
+    def _is_gone(self, worker: int) -> bool:
+        """Whether a worker has ended that waits for an order, and so has nothing to send."""
+        return bool(ready([self._wires[worker]], 0.0))
 
     def _order(self, worker: int, *order: Any) -> None:
         """Sends weights, and: False and a part; or True and the step after which all meet."""
-        dist.send(order, _joined(self._fetched), worker)
+        self._wires[worker].send(order, _joined(self._fetched))
 
-    def _read(self, worker: int) -> None:
-        """Waits for a gradient; None is said where the worker has died, or timed out."""
-        # Memory of its own: several gradients may be on their way.
-        values, said = _empty(self._sent), None
-        with suppress(RuntimeError):
-            said = dist.receive(values, worker)
-        self._mail.put((worker, said, values))
+    def _next_to_tell(self) -> int:
+        """Waits for a worker that sends its gradient or is gone; LostRanksError: none does."""
+        oldest, part = next(iter(self._at_work.items()))
+        wires = {wire: worker for worker, wire in self._wires.items() if worker in self._at_work}
+        # The limit is that of each worker: others may have sent gradients meanwhile.
+        left_s = part.began + self._timeout_s - time.monotonic()
+        if found := ready([*wires], left_s):
+            return wires[found[0]]
+        raise LostRanksError(f"rank {oldest} did not send its gradient for {self._timeout_s:.0f} s")
+
+    def _read(self, worker: int) -> _Gradient | None:
+        """The gradient of `worker`; None: it is gone."""
+        # Memory of its own: several gradients may wait for their update.
+        values = _empty(self._sent)
+        try:
+            said = self._wires[worker].receive(values)
+        except GoneError:
+            self._lose(worker)
+            return None
+        return _Gradient(*said)._replace(values=values)
 
     def _keeps_bound(self, worker: int) -> bool:
         """Whether no other gradient must become too old by the update of `worker`'s.
 
         The others can follow one after another, the oldest first.
         """
-        bound, others = self._config.train.staleness, [x for _, x in self._at_work.values()]
+        bound = self._config.train.staleness
+        others = [part.fetched for part in self._at_work.values()]
         others += [grad.fetched for rank, grad in self._arrived.items() if rank != worker]
         ages = (self._updates + i - fetched for i, fetched in enumerate(sorted(others), start=1))
         return bound == 0 or all(age <= bound for age in ages)
@@ -258,10 +283,10 @@ class Server(_End):
 
     def _lose(self, worker: int) -> None:
         """Goes on without `worker`; LostRanksError: it was the last."""
-        self._workers.discard(worker)
-        if not self._workers:
+        self._wires.pop(worker).close()
+        if not self._wires:
             raise LostRanksError(f"rank {worker} is gone, the last worker")
-        say(f"warning: rank {worker} is gone with its part; workers left: {len(self._workers)}")
+        say(f"warning: rank {worker} is gone with its part; workers left: {len(self._wires)}")
 
 
 class Worker(_End):
@@ -295,7 +320,7 @@ class Worker(_End):
             used=[weight.grad is not None for weight in self._weights],
             batches=batches,
         )
-        dist.send(said, _joined([*grads, *self._sent[len(grads) :]]), 0)
+        self._wires[0].send(said, _joined([*grads, *self._sent[len(grads) :]]))
         state.optimizer.zero_grad(set_to_none=True)
         return StepTensors(losses, grad_norm, flags, None)
 
@@ -317,7 +342,7 @@ class Worker(_End):
         """Waits for an order; false: it is a part to compute."""
         values, state = _empty(self._fetched), self._state
         # Weights come with every order, also where all meet: then all have the server's.
-        meets, number, *about = dist.receive(values, 0)
+        meets, number, *about = self._wires[0].receive(values)
         with torch.no_grad():
             torch._foreach_copy_(self._fetched, _cut(values, self._fetched))
         if meets:
