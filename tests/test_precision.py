@@ -1,19 +1,21 @@
 """tf32 is the default, as torch has it in convolutions; float32 means float32."""
 
 from contextlib import suppress
+from copy import deepcopy
 
 import pytest
 import torch
 from experiments import small, train, unread, write_config
 from torch import nn
 
-from segtrain.config import TrainConfig
+from segtrain.config import TrainConfig, load_config
 from segtrain.errors import ConfigError
 from segtrain.inference import predictor
 from segtrain.inference.settings import InferenceSettings, check_eval_precision
-from segtrain.models import precision
+from segtrain.models import build_model, precision
 from segtrain.models.precision import (
     _convolution_s,
+    autocast,
     cpu_gain,
     evaluation_warnings,
     float32_products,
@@ -21,7 +23,9 @@ from segtrain.models.precision import (
     offers,
     precision_on,
     precision_warnings,
+    to_eval_precision,
 )
+from segtrain.training.state import make_state
 from segtrain.training.step import TrainStep
 
 
@@ -179,3 +183,16 @@ def test_a_training_and_its_evaluations_run_each_in_its_precision(tmp_path, data
     lines = [line for line in log.splitlines() if "  mIoU" in line]
     assert len(lines) == 1
     assert " (bfloat16)  best mIoU" in lines[0]
+
+
+def test_evaluations_of_a_saved_model_have_the_bits_of_those_in_its_training(tmp_path, data):
+    """In half precision other kernels, which another memory format takes, round otherwise."""
+    file = write_config(tmp_path / "c.yaml", small(data, train={"precision": "bfloat16"}))
+    config = load_config(file)
+    model = build_model(config.model, num_classes=4)
+    saved = deepcopy(model)
+    trained = make_state(model, config, torch.device("cpu")).eval_model.eval()
+    loaded = to_eval_precision(saved, config, torch.device("cpu")).eval()
+    images = torch.randn(2, 3, 33, 41)
+    with torch.no_grad(), autocast(torch.bfloat16, images.device):
+        assert torch.equal(trained(images).out, loaded(images).out)

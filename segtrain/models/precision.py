@@ -144,12 +144,13 @@ def _convolution_s(dtype: torch.dtype, backward: bool) -> float:
 
 
 def to_eval_precision(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """`model`, in the precision and memory format of its evaluation; changed in place."""
+    """`model`, in the precision of its evaluation; changed in place.
+
+    Also in the memory format of the training, in which the same numbers come out in the same bits.
+    """
     if for_evaluation(config).precision == "float64":
         model.double()
-    if device.type == "cuda":
-        model.to(memory_format=torch.channels_last)
-    return model
+    return model.to(memory_format=torch.channels_last)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
