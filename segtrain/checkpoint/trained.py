@@ -60,6 +60,7 @@ class LoadedModel(NamedTuple):
 
     members: of an ensemble; everything but the model is then that of the first.
     fits_thresholds: whether its training, or that of a member, chose the thresholds of the classes.
+    files: the checkpoint of each member, or its own.
     """
 
     model: SegModel | Ensemble
@@ -70,6 +71,7 @@ class LoadedModel(NamedTuple):
     channels: Channels | None = None  # the same
     members: tuple[Member, ...] = ()
     fits_thresholds: bool = False
+    files: tuple[Path, ...] = ()
 
     @property
     def configs(self) -> list[Config]:
@@ -124,7 +126,7 @@ def load_model(
     mean = task_of(first.config.task).mean
     model = Ensemble([member.model for member in models], mean).eval()
     members = [Member(str(s), x.config, x.step) for s, x in zip(sources, models, strict=True)]
-    joined = first._replace(model=model, members=tuple(members))
+    joined = first._replace(model=model, members=tuple(members), files=tuple(files))
     if any(member.config.eval.thresholds for member in models):
         # Those of one member alone would hang on the order in which they are named.
         each = [member.config.eval.thresholds_of(first.classes.num_classes) for member in models]
@@ -204,7 +206,8 @@ def _load_single(path: str | Path, device: torch.device | str) -> LoadedModel:
             raise CheckpointError(f"{file}: damaged: {len(fitted)} thresholds")
         config = _with_thresholds(config, tuple(fitted))
     about = (config, classes, checkpoint.step, data, channels)
-    return LoadedModel(model.eval().to(device), *about, fits_thresholds=fits)
+    files = (file.resolve(),)
+    return LoadedModel(model.eval().to(device), *about, fits_thresholds=fits, files=files)
 
 
 def _with_thresholds(config: Config, thresholds: tuple[float, ...]) -> Config:

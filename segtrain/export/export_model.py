@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from segtrain import __version__
+from segtrain.checkpoint.origin import origins
 from segtrain.checkpoint.trained import LoadedModel
 from segtrain.errors import ConfigError
 from segtrain.inference.class_scores import InferenceSettings
@@ -251,6 +252,7 @@ def metadata_of(
             f"{member.model.arch} {member.model.backbone}" for member in loaded.configs
         ),
         "step": loaded.steps,
+        "weights": json.dumps(origins(loaded)),
         **({"ensemble": loaded.about} if loaded.members else {}),
         "task": config.task,
         "class_names": json.dumps(list(classes.names)),

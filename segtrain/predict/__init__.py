@@ -14,6 +14,7 @@ from typing import Any
 
 from PIL import Image
 
+from segtrain.checkpoint.origin import add_record
 from segtrain.checkpoint.ready import ReadyModel, make_ready
 from segtrain.config.loading import given_keys
 from segtrain.data.read.photos import find_images
@@ -83,12 +84,24 @@ def main(args: argparse.Namespace) -> int:
     for line in lines:
         print(line)
     pictures.write_legend(output, names_shown, palette, task.ids(classes))
+    add_record(output, ready.loaded, _asked(args, ready))
     done = [
         (kind.several, kind.written(job), kind.predict(job, sources))
         for kind, sources in by_kind.items()
     ]
     summarize(ready, done, output, "" if args.table else "; by image: --table FILE")
     return EXIT_OK
+
+
+def _asked(args: argparse.Namespace, ready: ReadyModel) -> dict[str, Any]:
+    """What else decides about the predictions, for the record beside them."""
+    return {
+        "inputs": [str(path) for path in args.inputs],
+        "settings": ready.predictor.settings.describe(),
+        "set": args.set,
+        "thresholds": dict(args.thresholds),
+        "unknown_below": args.unknown_below,
+    }
 
 
 def _by_kind(inputs: Sequence[Path], output: Path) -> tuple[_Found, list[str]]:
