@@ -145,9 +145,12 @@ def test_an_image_of_another_form_is_refused(predictor, image, change, message):
         predictor(change(image))
 
 
-def test_an_image_in_place_of_a_model_is_refused(data):
+def test_an_image_or_a_graph_in_place_of_a_model_is_refused(data, tmp_path):
     with pytest.raises(CheckpointError, match=r"0\.png: this is an image; name a run directory"):
         segtrain.Predictor(data / "images/val/0.png")
+    (tmp_path / "own.onnx").write_bytes(b"graph")
+    with pytest.raises(CheckpointError, match=r"own\.onnx: this is an exported graph; name"):
+        segtrain.Predictor(tmp_path / "own.onnx")
 
 
 def test_values_of_8_bits_in_16_are_warned_of(predictor, image):

@@ -133,10 +133,14 @@ def test_the_six_largest_classes_are_told():
     label = np.repeat(np.arange(8, dtype=np.uint8), [1, 550, 500, 400, 300, 150, 0, 50])
     label = np.append(label, [IGNORE_INDEX] * 89).astype(np.uint8).reshape(30, 68)
     counts = [class_pixels(label, 2000, 8)] * 2
-    line = "classes: b 27.5 %, c 25 %, d 20 %, e 15 %, f 7.5 %, h 2.5 % and 1 more"
+    line = (
+        "classes: b 27.5 %, c 25 %, d 20 %, e 15 %, f 7.5 %, h 2.5 % and 1 more; 2.45 % of no class"
+    )
     assert shares_line(counts, "abcdefgh") == line
     assert shares_line([np.array([9999, 1, 10000])], "ab") == "classes: a 100 %, b 0.01 %"
-    assert shares_line([np.array([0, 0, 5])], "ab") == "classes: none"
+    assert shares_line([np.array([0, 0, 5])], "ab", overlap=True) == "classes: none"
+    unknown = "classes: a 50 %, b 30 %; 20 % of no class"
+    assert shares_line([np.array([5, 3, 10])], "ab") == unknown
     assert shares_line([], "ab") == shares_line([np.array([0, 0, 0])], "ab") == ""
 
 

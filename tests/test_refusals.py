@@ -68,7 +68,6 @@ def here(lab, world, monkeypatch, handlers):
 # program, where ... stands for any text.
 USAGE = [
     ("", "usage: segtrain [-h]..."),
-    ("trian c.yaml", "usage: segtrain [-h]..."),
     ("train", "usage: segtrain train [-h]..."),
     ("train c.yaml --nproc 0", "usage: segtrain train [-h]..."),
     ("train c.yaml --nnodes 2", "...arguments: --nnodes 2; torchrun starts the ranks of ..."),
@@ -90,6 +89,8 @@ USAGE = [
     ("train c.yaml --lr 0.1", "...arguments: --lr 0.1; did you mean --set optim.lr=VALUE?"),
     ("train c.yaml --train.crop_size", "...; did you mean --set augment.crop_size=VALUE?"),
     ("train c.yaml train.batch_size=4", "...; did you mean --set train.batch_size=VALUE?"),
+    ("trian c.yaml", "...no command trian; did you mean train?"),
+    ("data polygon x", "...no command polygon; did you mean data polygons?"),
     ("eval runs/x --flip", "...; did you mean --set eval.flip=VALUE?"),
     ("eval a --with b c", "...arguments: c; each further model needs its own --with..."),
     ("train c.yaml --gpus 2", "... is an option of the command: --nproc"),

@@ -261,6 +261,38 @@ def test_positions_in_place_of_ids_are_recognized(world, theirs, tmp_path, lab):
         assert ("write there the class that it shall count as" in found) == (said[0] == "w")
 
 
+def test_values_that_count_from_one_are_told_where_all_are_positions_too(
+    world, theirs, tmp_path, lab
+):
+    """The class that stands last in the file is nowhere, so no value is too high."""
+    words = "score", "--data", world / "own.yaml", "--label-format", "train_ids", "--output"
+    assert "count from 1" not in lab.done(*words, tmp_path / "o", theirs[1]).out
+    right = before = total = 0
+    for name, pixels in theirs[0].items():
+        higher, label = pixels.clip(max=2) + 1, labels(world)[name]
+        save(theirs[1] / f"val/{name}.png", np.uint8(higher))
+        counted = label != 255
+        right += (higher == label)[counted].sum()
+        before += (higher - 1 == label)[counted].sum()
+        total += counted.sum()
+    said = lab.done(*words, tmp_path / "h", theirs[1]).out
+    shares = f"{100 * before / total:.1f} % of the pixels would be right, not"
+    assert f"{shares} {100 * right / total:.1f} %" in said
+    assert "warning: the label maps seem to count from 1: " in said
+
+
+def test_jpegs_and_colors_without_the_option_are_named(world, theirs, tmp_path, lab):
+    words = "score", tmp_path / "t", "--data", world / "own.yaml"
+    for name, pixels in theirs[0].items():
+        save(tmp_path / f"t/{name}.jpg", np.uint8(pixels))
+    assert "0.jpg: JPEG blurs the values" in lab.refused(*words, code=3)
+    for name, pixels in theirs[0].items():
+        save(tmp_path / f"t/{name}.png", np.uint8(np.stack([pixels, pixels, 0 * pixels], -1)))
+    said = lab.refused(*words, code=3)
+    assert "say --label-format colors" in said
+    assert "data.label_format" not in said
+
+
 def test_a_name_that_fits_two_images_is_refused(world, theirs, tmp_path, lab):
     for site in "xy":
         shutil.copytree(world / "images/val", tmp_path / f"d/images/val/{site}")

@@ -140,6 +140,7 @@ def load(path: Path, *, verified: bool = False) -> Checkpoint:
     verified: the caller compares the SHA-256 of the file, so its CRC-32 are not compared here.
     """
     mistaken = {".yaml": "a config", ".yml": "a config"} | dict.fromkeys(IMAGE_SUFFIXES, "an image")
+    mistaken |= {".onnx": "an exported graph", ".pt2": "an exported graph"}
     if kind := mistaken.get(path.suffix.lower()):
         raise CheckpointError(f"{path}: this is {kind}; name a run directory or a checkpoint")
     try:

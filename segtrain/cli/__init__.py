@@ -7,6 +7,7 @@ torch, is imported when the command runs.
 import argparse
 import gc
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -69,6 +70,13 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exits with 2; the message may quote what was typed or pasted."""
+        if unknown := re.match(r"argument COMMAND: invalid choice: '(.*)' \(choose from ", message):
+            from segtrain.config.messages import nearest
+
+            commands = [command.name for command in COMMANDS]
+            group = " ".join([*self.prog.split()[1:], unknown[1]])
+            if near := nearest(group, commands):
+                message = f"no command {unknown[1]}; did you mean {near}?"
         super().error(printable(message))
 
 

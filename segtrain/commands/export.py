@@ -252,7 +252,9 @@ def _how_to_use(
         if loaded.config.train.precision.endswith("float16"):  # the file is float32
             how += " --set train.precision=float32"
         yield f"the file resizes images: segtrain eval {printable(args.source)} {how} scores that"
-    line = f"not in the file, done by predict: {settings.describe()}"
+    # With a view, the file has the only scale in it.
+    how = settings.describe() if view is None else settings.describe().replace("scale 1; ", "")
+    line = f"not in the file, done by predict: {how}"
     if settings.short_side_px is not None and args.size is None:
         line += f"; resize images to a short side of {settings.short_side_px} px yourself, or let "
         line += "the file do it, as predict does: --scale 1"

@@ -15,7 +15,7 @@ from segtrain.desk.results.evaluated import Evaluated
 from segtrain.desk.results.on_list import data_on
 from segtrain.desk.results.report import write_report
 from segtrain.desk.results.runs import Run
-from segtrain.desk.results.scored_maps import LabelMaps
+from segtrain.desk.results.scored_maps import LabelMaps, seem_to_count_from_one
 from segtrain.errors import EXIT_OK, ConfigError, ExecutionError
 from segtrain.files import check_output, os_errors_as, write_atomic, write_output
 from segtrain.run.directory import REPORT, run_of, word_for
@@ -80,6 +80,7 @@ def main(args: argparse.Namespace) -> int:
     lines = [f"warning: {warning}" for warning in dataset.warnings]
     lines += [*report.lines(), *why_not, *outcome.warnings(names, dataset.split)]
     lines += [line for answer in answers for line in answer.lines]
+    lines += [] if records.matrix.ndim > 2 else seem_to_count_from_one(records.matrix, names)
     what = f"{len(dataset)} images of split {dataset.split}"
     what += f"; {maps.left_out} files of no image are left out" if maps.left_out else ""
     print(*lines, _LEFT_OUT, f"label maps  {printable(maps.folder)}, {what}", sep="\n")

@@ -68,10 +68,13 @@ class LabelMaps:
             raise DataError(f"{printable(folder)}: expected a folder of label maps")
         if cut := [pair.image for pair in dataset.pairs if pair.window]:
             raise DataError(f"{first_of(dict.fromkeys(cut), 3)}: windows of rasters are not scored")
-        owners = _owners(dataset)
+        owners, jpegs = _owners(dataset), files_by_name(folder, (".jpg", ".jpeg"))
         found: dict[int, list[Path]] = defaultdict(list)
         problems, others = [], 0
         by_name = files_by_name(folder, LABEL_SUFFIXES, ending)
+        if jpegs and not by_name:
+            what = "JPEG blurs the values of label maps; write them as PNG"
+            raise DataError(f"{printable(next(iter(jpegs.values()))[0])}: {what}")
         if not ending and (end := _shared_ending([*by_name], owners)):
             what = f"the names of its files have {printable(end)} behind those of images"
             option = f"--ending{'=' if end[0] == '-' else ' '}{shlex.quote(printable(end))}"
@@ -113,9 +116,10 @@ class LabelMaps:
         try:
             found = self.form.read(path, self.classes)
         except DataError as error:
-            if positions := self._perhaps_positions(path, label):
-                raise DataError(f"{error}; {positions}") from None
-            raise
+            positions = self._perhaps_positions(path, label)
+            # The config's option is that of the labels.
+            text = str(error).replace("set data.label_format: ", "say --label-format ")
+            raise DataError(f"{text}{positions and f'; {positions}'}") from None
         if found.shape != label.shape:
             here, there = ("x".join(map(str, x.shape)) for x in (found, label))
             what = f"label map {here}, label {printable(pair.label)} {there}"
@@ -166,6 +170,21 @@ class LabelMaps:
         if isinstance(self.form, Ids) and are_positions and any(k not in own for k, own in ids):
             what = "all values are ids of the class file, and positions in it of other classes"
             raise ConfigError(f"{self.folder}: {what}: say --label-format ids, or train_ids")
+
+
+def seem_to_count_from_one(matrix: np.ndarray, names: Sequence[str]) -> list[str]:
+    """A warning if the class before the predicted one is right more often than that itself.
+
+    matrix: (K, K) pixels of each label and prediction.
+    """
+    right, before = int(np.trace(matrix)), int(np.trace(matrix, offset=1))
+    if before <= right or matrix[:, 0].any():
+        return []
+    share, of_before = (f"{100 * n / matrix.sum():.1f} %" for n in (right, before))
+    return [
+        f"warning: the label maps seem to count from 1: {names[0]} is never predicted, and with "
+        f"all values one lower {of_before} of the pixels would be right, not {share}"
+    ]
 
 
 def _shared_ending(names: Sequence[str], owners: Mapping[str, set[int]]) -> str:

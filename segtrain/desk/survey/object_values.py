@@ -51,6 +51,8 @@ def check_objects(folder: Path, labels: LabelSet, answers: Answers) -> None:
     is_coded = is_number and sum(v >= 1000 for v in labels.values) > len(labels.values) / 2
     if is_number and (is_many or (is_coded and not is_said)):
         objects = "numbers of objects" if is_coded else "numbers of objects (--instances binary)"
+        if not is_many:
+            objects = f"classes (--names, one for each value), {objects}"
         raise DataError(
             f"{folder}: {labels.pattern}: {len(labels.values)} different values, up to "
             f"{max(labels.values)}: {objects}, greys (--threshold 128), or no labels of classes; "
