@@ -157,14 +157,14 @@ class CheckpointManager:
     def check_space(self, checkpoint: Checkpoint, *, later_bytes: int = 0) -> None:
         """Raises ExecutionError if the disk has no room for the checkpoints of a run.
 
-        These are two of this size, or one, if it has two already, of which it replaces one; and
-        best.pt. later_bytes: what a checkpoint will hold besides, as an optimizer after its first
-        step.
+        These are three of this size, since the old ones stay until the new one is whole, or those
+        of them that are not there yet; and best.pt. later_bytes: what a checkpoint will hold
+        besides, as an optimizer after its first step.
         """
         with files.os_errors_as(ExecutionError, self.directory, "cannot be used"):
             self.directory.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.directory).free / 1e6
-        number = 1 if self._is_own(PREVIOUS) else 2
+        number = 3 - self._is_own(LAST) - self._is_own(PREVIOUS)
         needed = number * (num_bytes(checkpoint) + later_bytes)
         needed += 0 if self._is_own(BEST) else num_bytes(_for_inference(checkpoint))
         needed /= 1e6
