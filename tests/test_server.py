@@ -16,7 +16,7 @@ from experiments import (
     train,
     write_config,
 )
-from processes import Command, free_port, save_and_stop, with_signal
+from processes import Command, free_port, logged_steps, save_and_stop, with_signal
 
 from segtrain.config import load_config
 from segtrain.data import open_dataset
@@ -174,6 +174,22 @@ def test_the_others_go_on_without_a_worker_that_was_killed(tmp_path, data, stale
     assert [step for step, _ in curve(run, "eval/mIoU")] == [evaluated, steps]
     (batches,) = {v.item() for k, v in last(run).model.items() if "num_batches" in k}
     assert batches in (2 * steps, 2 * steps - 1)  # its part, if it had one
+
+
+@SLOW
+def test_a_worker_is_named_as_it_was_started_after_the_others_got_new_numbers(tmp_path, data):
+    file, run = config(data, tmp_path, steps=4000, staleness=0), tmp_path / "run"
+    first, lost, worker, killed = alone(tmp_path, file, run, 4)
+    first.wait_for_step(run, 2)
+    with_signal(lost.process.pid, signal.SIGKILL)
+    first.wait_until(lambda: "rank 1 is gone with its part; workers left: 2" in first.output)
+    with_signal(first.process.pid, signal.SIGUSR1)  # all meet
+    first.wait_until(lambda: "as SIGUSR1 asked for" in first.output)
+    first.wait_for_step(run, max(logged_steps(run)) + 2)
+    with_signal(killed.process.pid, signal.SIGKILL)
+    first.wait_until(lambda: "rank 3 is gone with its part; workers left: 1" in first.output)
+    with_signal(first.process.pid, signal.SIGTERM)
+    assert [first.wait(), worker.wait()] == [143, 143]
 
 
 @pytest.mark.parametrize(("world", "dies"), [(2, 1), (3, 0)], ids=["the only worker", "server"])

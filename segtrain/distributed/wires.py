@@ -40,7 +40,7 @@ class Wire:
 
     Args:
         connection: which `close` closes.
-        peer: the other rank, for messages.
+        peer: the other rank, for messages; it keeps this name when ranks get new numbers.
         timeout_s: how long the other end may send or take in nothing.
     """
 
@@ -48,7 +48,7 @@ class Wire:
         connection.settimeout(timeout_s)
         # A short message is not kept back until the other end has answered to the one before.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection, self._peer, self._timeout_s = connection, peer, timeout_s
+        self._connection, self.peer, self._timeout_s = connection, peer, timeout_s
 
     def send(self, value: Any, tensor: Tensor) -> None:
         """Sends `value`, as JSON, and a contiguous tensor on the CPU.
@@ -94,9 +94,9 @@ class Wire:
             yield
         except TimeoutError as error:
             limit = f"{self._timeout_s:.0f} s (train.timeout_s)"
-            raise LostRanksError(f"rank {self._peer} did not answer for {limit}") from error
+            raise LostRanksError(f"rank {self.peer} did not answer for {limit}") from error
         except OSError as error:
-            raise GoneError(f"rank {self._peer} is gone ({error})") from error
+            raise GoneError(f"rank {self.peer} is gone ({error})") from error
 
 
 def ready(wires: Sequence[Wire], timeout_s: float) -> list[Wire]:

@@ -196,7 +196,8 @@ class Server(_End):
             self._want(grad.wanted)
             if grad.is_bad:
                 step = part.number // self._parts + 1
-                where = f"step {step}: the loss or the gradient of rank {worker}"
+                name = self._wires[worker].peer
+                where = f"step {step}: the loss or the gradient of rank {name}"
                 raise NonFiniteError(f"{where} is not finite; it names its images")
 
     def _hand_out(self) -> None:
@@ -233,7 +234,8 @@ class Server(_End):
         left_s = part.began + self._timeout_s - time.monotonic()
         if found := ready([*wires], left_s):
             return wires[found[0]]
-        raise LostRanksError(f"rank {oldest} did not send its gradient for {self._timeout_s:.0f} s")
+        what = f"did not send its gradient for {self._timeout_s:.0f} s"
+        raise LostRanksError(f"rank {self._wires[oldest].peer} {what}")
 
     def _read(self, worker: int) -> _Gradient | None:
         """The gradient of `worker`; None: it is gone."""
@@ -283,10 +285,11 @@ class Server(_End):
 
     def _lose(self, worker: int) -> None:
         """Goes on without `worker`; LostRanksError: it was the last."""
-        self._wires.pop(worker).close()
+        wire = self._wires.pop(worker)
+        wire.close()
         if not self._wires:
-            raise LostRanksError(f"rank {worker} is gone, the last worker")
-        say(f"warning: rank {worker} is gone with its part; workers left: {len(self._wires)}")
+            raise LostRanksError(f"rank {wire.peer} is gone, the last worker")
+        say(f"warning: rank {wire.peer} is gone with its part; workers left: {len(self._wires)}")
 
 
 class Worker(_End):
