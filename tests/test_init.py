@@ -214,6 +214,7 @@ no_background = with_list(
     "name,hex\ncar,#c81e1e\nroad,#5a5a64\ntree,#14a03c\n", "classes.csv", lambda x: COLORS[x]
 )
 more_names = with_list("a\nb\nc\nvoid\nd\ne", make=lambda classes: classes + 1)
+another_scale = with_list("background\na\nb", make=lambda x: np.array([0, 1, 2, 128], np.uint8)[x])
 three_greys = labelled(lambda x: np.array([0, 128, 255], np.uint8)[x], num_classes=3)
 no_data_or_class = labelled(lambda x: np.array([0, 1, 255], np.uint8)[x], num_classes=3)
 trimap = labelled(lambda classes: classes + 1, num_classes=3, label="trimaps/{}.png")
@@ -263,6 +264,7 @@ QUESTIONS = [  # what asks, what it says, and answers with the number of classes
     (folds, "2 lists say different images to evaluate on, as of folds", {}),
 ]
 MORE_QUESTIONS = [
+    (another_scale, "names 3 classes: they do not fit", {"--ignore 128 --names background,a,b": 3}),
     (two_lists, "several files name the classes differently", {"--names a,b,c,d": 4}),
     (more_names, "counted from 0 or from 1?", {"--ignore 3 --names b,c,d": 3}),
     (two_sets, "2 sets of labels fit the images", {"--labels fine/labels": 4}),

@@ -114,13 +114,15 @@ def _unfit(legend: Legend, labels: LabelSet, said: Set[int]) -> UndecidedError:
     readings = [Reading("other names, in the order of the values", own)]
     for entries, over in ways:
         number = sum(not entry.means_no_class for entry in entries)
-        if number > 1 and len(entries) <= len(over):
+        are_distinct = len({entry.name for entry in entries}) == len(entries)
+        if number > 1 and len(entries) <= len(over) and are_distinct:
             rest = tuple(value for value in ordered if value not in over[: len(entries)])
             what = f"{first_of((entry.name for entry in entries), 4)}, in the order of the values"
             what += f"; {first_of(rest)} without a class" if rest else ""
             placed = _valued("", entries, over[: len(entries)])
             options = _options(placed, values, said, rest)
-            readings.append(Reading(what, options, rest, leaves_out=True))
+            if options not in (reading.option for reading in readings):
+                readings.append(Reading(what, options, rest, leaves_out=True))
     return UndecidedError(
         f"{labels.pattern}: the labels hold {len(values)} values, {first_of(ordered, 20)}, and "
         f"{legend.source} names {counted(len(classes), 'class', 'classes')}: they do not fit",
