@@ -136,11 +136,11 @@ def test_the_six_largest_classes_are_told():
     line = (
         "classes: b 27.5 %, c 25 %, d 20 %, e 15 %, f 7.5 %, h 2.5 % and 1 more; 2.45 % of no class"
     )
-    assert shares_line(counts, "abcdefgh") == line
+    assert shares_line(counts, "abcdefgh", some_unknown=True) == line
     assert shares_line([np.array([9999, 1, 10000])], "ab") == "classes: a 100 %, b 0.01 %"
-    assert shares_line([np.array([0, 0, 5])], "ab", overlap=True) == "classes: none"
+    assert shares_line([np.array([0, 0, 5])], "ab") == "classes: none"
     unknown = "classes: a 50 %, b 30 %; 20 % of no class"
-    assert shares_line([np.array([5, 3, 10])], "ab") == unknown
+    assert shares_line([np.array([5, 3, 10])], "ab", some_unknown=True) == unknown
     assert shares_line([], "ab") == shares_line([np.array([0, 0, 0])], "ab") == ""
 
 

@@ -80,11 +80,11 @@ def main(args: argparse.Namespace) -> int:
     # All are checked before the first is predicted.
     for kind, sources in by_kind.items():
         kind.check(job, sources)
+    lines += add_record(output, ready.loaded, _asked(args, ready), overwrite=overwrite)
     print_about(ready)
     for line in lines:
         print(line)
     pictures.write_legend(output, names_shown, palette, task.ids(classes))
-    add_record(output, ready.loaded, _asked(args, ready))
     done = [
         (kind.several, kind.written(job), kind.predict(job, sources))
         for kind, sources in by_kind.items()

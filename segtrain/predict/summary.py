@@ -48,13 +48,13 @@ def class_pixels(label: np.ndarray, num_valid: int, num_classes: int) -> np.ndar
 
 
 def shares_line(
-    counts: Iterable[np.ndarray], names: Sequence[str], *, overlap: bool = False
+    counts: Iterable[np.ndarray], names: Sequence[str], *, some_unknown: bool = False
 ) -> str:
     """The largest classes in percent of what has a value, as in --table; empty: nothing has."""
     *of_class, valid = np.sum([np.zeros(len(names) + 1, np.int64), *counts], 0).tolist()
     pairs = sorted(zip(of_class, names, strict=True), key=lambda pair: -pair[0])
     found = [f"{name} {100 * pixels / valid:.3g} %" for pixels, name in pairs if pixels]
-    unknown = 0 if overlap else valid - sum(of_class)  # by --unknown-below
+    unknown = valid - sum(of_class) if some_unknown else 0
     rest = f"; {100 * unknown / valid:.3g} % of no class" if unknown else ""
     return f"classes: {first_of(found, 6) or 'none'}{rest}" if valid else ""
 
@@ -81,8 +81,9 @@ def summarize(
         num_done = sum(not note.problem for note in of_kind)
         print(f"{num_done} of {len(of_kind)} {what}: {printable(output)}/{where}")
         counts = [note.class_pixels for note in of_kind if note.class_pixels is not None]
-        classes = ready.loaded.classes
-        if line := shares_line(counts, classes.names, overlap=classes.overlapping):
+        rule, names = ready.predictor.rule, ready.loaded.classes.names
+        some_unknown = rule is not None and rule.unknown_below > 0
+        if line := shares_line(counts, names, some_unknown=some_unknown):
             print(line + hint)
     if num_in_parts := sum(note.in_parts for note in notes):
         print(f"{num_in_parts} of them too large to be predicted as a whole: in parts")
