@@ -290,3 +290,35 @@ def test_what_suspects_cannot_judge_is_refused(planted, tmp_path, suspects):
     (tmp_path / "run/environment.json").touch()
     found = suspects(tmp_path / "run")
     assert (found.code, "no checkpoints/best.pt or checkpoints/last.pt" in found.err) == (4, True)
+
+
+def test_new_masks_are_judged_before_anyone_trains_on_them(planted, tmp_path, suspects):
+    """Of another folder: the evaluation split has one of them wrong, the other split is right."""
+    run, config = planted
+    new = tmp_path / "new"
+    for kind in ("images", "labels"):
+        (new / kind / "train").mkdir(parents=True)
+        (new / kind / "val").mkdir()
+        for i in (*range(3), *range(4, 17)):
+            shutil.copy(config.parent / f"{kind}/train/{i}.png", new / kind / f"train/n{i}.png")
+            shutil.copy(config.parent / f"{kind}/train/{i}.png", new / kind / f"val/n{i}.png")
+    label = cv2.imread(str(new / "labels/val/n5.png"), cv2.IMREAD_UNCHANGED)
+    exchanged = np.array([2, 1, 0, *range(3, 256)], np.uint8)[label]
+    cv2.imwrite(str(new / "labels/val/n5.png"), exchanged)
+    shutil.copy(config.parent / "classes.yaml", new)
+    text = config.read_text().replace(str(config.parent), str(new))
+    # How the model takes images is its own matter.
+    said = []
+    for mean in ("[1, 2, 3]", "[100, 100, 100]"):
+        (tmp_path / "new.yaml").write_text(text.replace("data:", f"data:\n  mean: {mean}", 1))
+        words = "--output", tmp_path / "page.html", "--data", tmp_path / "new.yaml"
+        said.append([suspects(run, *words, *more).out for more in ((), ("--split", "val"))])
+    assert said[0] == said[1]
+    right, wrong = (re.search(r"^  1 . (\S+)  score .*", out, re.MULTILINE) for out in said[0])
+    assert (right[1] != "n5", wrong[1]) == (True, "n5")
+    assert "  1 * n5" in wrong[0]
+    assert not any("not the data of the training" in out for out in said[0])
+    found = suspects(run, *words, "--exclude", tmp_path / "x.yaml")
+    assert (found.code, "not with --data" in found.err) == (2, True)
+    out = suspects(run, *words[:2], "--split", "train").out
+    assert "  1 * 3  score" in out

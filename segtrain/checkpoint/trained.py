@@ -160,7 +160,7 @@ def members_of(source: str | Path) -> list[str | Path]:
 
 
 # What an image has to go through before it reaches a model.
-_OF_IMAGES = ("channels", "mean", "std", "value_range", "clip", "short_side_px", "neighbours")
+OF_IMAGES = ("channels", "mean", "std", "value_range", "clip", "short_side_px", "neighbours")
 
 
 def _misfit(loaded: LoadedModel, first: LoadedModel) -> str:
@@ -175,7 +175,7 @@ def _misfit(loaded: LoadedModel, first: LoadedModel) -> str:
         return (
             f"eval.thresholds: {len(thresholds)} numbers for {loaded.classes.num_classes} classes"
         )
-    for key in _OF_IMAGES:
+    for key in OF_IMAGES:
         here, there = (getattr(side.config.data, key) for side in (loaded, first))
         if here != there:
             return f"data.{key} is {yaml_value(here)} here, {yaml_value(there)} there"

@@ -578,11 +578,15 @@ COMMANDS = (
     Command(
         "suspects",
         "desk.commands.suspects:main",
-        "find training masks that are probably wrong",
+        "find masks that are probably wrong",
         _argument("run", "run directory", "RUN", _path),
         _argument("--number", "masks to show (default: 50)", "N", positive, default=50),
         _argument("--output", "page to write (default: suspects.html of the run)", "FILE", _path),
         _argument("--exclude", "write the config without those that stand out", "FILE", _path),
+        _argument("--data", "judge the images of this experiment or run instead", "CONFIG|RUN"),
+        _argument(
+            "--split", "or list file, whose masks are judged (default: data.train_split)", "S|LIST"
+        ),
         _DATA_ROOT,
         _PLUGIN,
         _DEVICE,
@@ -591,7 +595,8 @@ COMMANDS = (
         "prediction, and where and how\nthey disagree: shifted, swapped, missing. The masks are "
         "not changed.",
         examples="segtrain suspects runs/own\n"
-        "segtrain suspects runs/own --number 100 --exclude wrong.yaml",
+        "segtrain suspects runs/own --number 100 --exclude wrong.yaml\n"
+        "segtrain suspects runs/own --data own2  # new masks, before they are trained on",
     ),
     Command(
         "predict",

@@ -1,4 +1,4 @@
-"""`segtrain suspects`: training masks that are probably wrong."""
+"""`segtrain suspects`: masks that are probably wrong."""
 
 import argparse
 import shlex
@@ -12,14 +12,16 @@ import numpy as np
 import torch
 
 from segtrain.checkpoint.dataset_guard import eval_differences
-from segtrain.checkpoint.trained import LoadedModel, load_model, resolve
-from segtrain.config import Config
+from segtrain.checkpoint.trained import OF_IMAGES, LoadedModel, load_model, resolve
+from segtrain.commands.config import find_config
+from segtrain.config import Config, load_config
 from segtrain.config.loading import config_to_yaml, yaml_value
 from segtrain.data import open_dataset
 from segtrain.data.read.classes import class_differences
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.sample.loader import num_loader_workers
 from segtrain.desk.results.cards import predict_chosen, split_predictor, webp
+from segtrain.desk.results.on_list import data_on
 from segtrain.desk.results.page import render
 from segtrain.desk.results.suspects import (
     BY_HEART,
@@ -37,9 +39,9 @@ from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
 from segtrain.files import check_output, os_errors_as, write_output
 from segtrain.inference.settings import set_after_training
-from segtrain.run.directory import SUSPECTS, named_run
+from segtrain.run.directory import SUSPECTS, named_run, run_of
 from segtrain.task.tasks import task_of
-from segtrain.text import printable
+from segtrain.text import printable, say
 
 _LISTED = 20  # in the terminal
 _OUTLINE = ((0, 0, 0), 5), ((255, 255, 255), 2)  # colour and width, on a picture of 640 px
@@ -63,8 +65,8 @@ class SuspectCard(NamedTuple):
 def main(args: argparse.Namespace) -> int:
     """Prints the ranking, writes the page and the list; returns the exit code.
 
-    args: run, number, output (a file; default: suspects.html of the run), exclude (a file), set,
-        device.
+    args: run, number, output (a file; default: suspects.html of the run), exclude (a file), data
+        (an experiment or run with other images; None: those of the run), split, set, device.
 
     Raises:
         UserError: no run, no checkpoint or other classes, or a file that cannot be written.
@@ -86,12 +88,20 @@ def main(args: argparse.Namespace) -> int:
         what = "suspects needs classes of which a pixel has one, not several"
         raise ConfigError(f"{args.run}: {what}")
     config = set_after_training(loaded.config, args.set, ("data.root",), source=str(args.run))
-    dataset = open_dataset(config.data, config.data.train_split)
+    if args.data is not None:
+        config = _with_images_of(args, config)
+    if args.split is None:
+        dataset = open_dataset(config.data, config.data.train_split)
+    else:
+        data = data_on(config.data, args.split)
+        dataset = open_dataset(data, data.eval_split)
+    of_training = args.data is None and dataset.split == config.data.train_split
     if loaded.classes.names != dataset.classes.names:
         (difference,), _ = class_differences(loaded.classes, dataset.classes, "ids")
         raise DataError(f"{difference}; bring the class file of the training back")
     # Names and sizes are compared at once. The labels are hashed beside the pass over the images.
-    with closing(eval_differences(loaded, config.data, dataset)) as differences:
+    differing = eval_differences(loaded, config.data, dataset) if of_training else (x for x in ())
+    with closing(differing) as differences:
         lines = next(differences, [])
         num_threads = max(1, num_loader_workers(config.data))
         sums = measure(split_predictor(loaded, device), dataset, num_threads=num_threads)
@@ -121,6 +131,21 @@ def main(args: argparse.Namespace) -> int:
         what = f"the config without the masks that stand out ({len(excluded)})"
         print(f"{printable(args.exclude)}: {what if excluded else 'not written: none stands out'}")
     return EXIT_OK
+
+
+def _with_images_of(args: argparse.Namespace, config: Config) -> Config:
+    """`config` with the images of --data, which its model takes as those of its own training.
+
+    ConfigError: --exclude would write a config that nobody has made.
+    """
+    if args.exclude is not None or args.set:
+        raise ConfigError("--exclude, --set: are about the images of the run; not with --data")
+    named = find_config(args.data)
+    if named.note:
+        say(named.note)
+    other = load_config(named.path, imports=run_of(named.path) is None)
+    of_model = {key: getattr(config.data, key) for key in OF_IMAGES}
+    return config.model_copy(update={"data": other.data.model_copy(update=of_model)})
 
 
 def _findings(
