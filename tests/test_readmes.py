@@ -138,6 +138,7 @@ NOT_RUN = {
     "verify runs/mine": "test_verify.py verifies runs with shares",
     "suspects runs/mine": SUSPECTS,
     "suspects runs/mine --exclude wrong.yaml": SUSPECTS,
+    "suspects runs/mine --data mine2": SUSPECTS,
 }
 NOT_RUN = {f"segtrain {line}": why for line, why in NOT_RUN.items()}
 # Added to every training of own data: two steps of a small model.

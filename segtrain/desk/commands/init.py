@@ -46,7 +46,10 @@ def main(args: argparse.Namespace) -> int:
         return _show(args.folder, output, jobs=args.jobs, **answers)
     config = write_experiment(args.folder, args.output, jobs=args.jobs, **answers)
     say_written(config.parent)
-    print(f"\nnext: segtrain train {shlex.quote(str(config.parent))}")
+    made = shlex.quote(str(config.parent))
+    print(f"\nnext: segtrain train {made}")
+    if args.like is not None:
+        print(f"masks that the model before finds wrong: segtrain suspects RUN --data {made}")
     return EXIT_OK
 
 
