@@ -27,6 +27,12 @@ MAX_SHOWN = 10
 _FEW = 3
 
 
+def unread(paths: Iterable[Path]) -> str:
+    """What to do about images whose format no reader has; empty: there are none."""
+    endings = {path.suffix.lower() for path in paths}.intersection(_OTHER_IMAGES)
+    return f"; convert {first_of(sorted(endings))} to PNG or JPEG" if endings else ""
+
+
 class Window(NamedTuple):
     """A part of an image, in pixels."""
 

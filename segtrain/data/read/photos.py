@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from segtrain.data.read.decode import MAX_PHOTO_PIXELS
-from segtrain.data.read.find import IMAGE_SUFFIXES, VIDEO_SUFFIXES, first_lines
+from segtrain.data.read.find import IMAGE_SUFFIXES, VIDEO_SUFFIXES, first_lines, unread
 from segtrain.data.read.image import ImageForm, num_channels, read_image, set_dtype
 from segtrain.data.read.image_formats import Info, open_stored, read_info
 from segtrain.errors import DataError
@@ -102,10 +102,12 @@ def find_images(inputs: Sequence[str | Path], output: Path) -> tuple[list[PhotoF
                 elif path.name[0] != ".":
                     others.append(path)
             if len(photos) == num_before:
-                problems.append(f"{place}: no images ({kinds}) in it, except in --output")
+                what = f"no images ({kinds}) in it, except in --output{unread(others)}"
+                problems.append(f"{place}: {what}")
     if problems:
         raise DataError(first_lines("input", problems))
     skipped = f"skipped {counted(len(others), 'file', 'files')}: {first_of(others)}"
+    skipped += unread(others)
     return _with_unique_names(photos), skipped if others else ""
 
 

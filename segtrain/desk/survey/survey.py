@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from segtrain.data.read import image_formats
+from segtrain.data.read.find import unread
 from segtrain.data.read.find_tiles import tile_boxes
 from segtrain.data.read.tiles import TileBox
 from segtrain.desk.annotations import detect
@@ -223,6 +224,7 @@ def _files(folder: Path) -> tuple[list[str], list[str]]:
         kinds = ", ".join(f"{n} {suffix or 'without suffix'}" for suffix, n in most)
         if any(path.lower().endswith((".nii", ".nii.gz", ".dcm")) for path in paths):
             kinds += f"; of volumes segtrain data import {shlex.quote(str(folder))} makes slices"
+        kinds += unread(map(Path, paths))
         if _PACKED & {*suffixes.values()}:
             kinds += "; write each image of such a file as JPEG or PNG, and its label as PNG of ids"
         raise DataError(
