@@ -485,9 +485,7 @@ def test_what_is_skipped_in_folders_is_named(run, tmp_path, capsys):
     assert f"\nskipped 4 files: {folder}/LICENCE, {folder}/b.EXR, {folder}/notes.txt, " in said
     assert "; convert .exr to PNG or JPEG\n" in said
     (folder / "a.png").rename(folder / "a.heic")  # as phones write them
-    with pytest.raises(
-        DataError, match=r"; convert \.exr, \.heic to PNG or JPEG"
-    ):
+    with pytest.raises(DataError, match=r"; convert \.exr, \.heic to PNG or JPEG"):
         run(folder, overwrite=True)
 
 

@@ -65,10 +65,16 @@ class Wire:
     def receive(self, tensor: Tensor) -> Any:
         """The value that the other end sends, and its tensor into `tensor`; raises as `send`."""
         with self._told():
-            (length,) = _LENGTH.unpack(self._read(memoryview(bytearray(_LENGTH.size))))
-            data = bytes(self._read(memoryview(bytearray(length))))
-            self._read(_bytes(tensor))
+            (length,) = _LENGTH.unpack(self.read(_LENGTH.size))
+            data = self.read(length)
+            self._fill(_bytes(tensor))
         return json.loads(data)
+
+    def read(self, size: int) -> bytes:
+        """So many bytes; OSError: they do not come."""
+        found = bytearray(size)
+        self._fill(memoryview(found))
+        return bytes(found)
 
     def fileno(self) -> int:
         """For `ready`."""
@@ -78,15 +84,13 @@ class Wire:
         """The other end finds nobody there."""
         self._connection.close()
 
-    def _read(self, view: memoryview) -> memoryview:
-        """`view`, filled."""
+    def _fill(self, view: memoryview) -> None:
         done = 0
         while done < len(view):
             count = self._connection.recv_into(view[done:])
             if count == 0:
                 raise ConnectionError("it has closed the connection")
             done += count
-        return view
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -163,12 +167,10 @@ def _let_in(server: socket.socket, word: str, timeout_s: float) -> dict[int, Wir
 
 def _who(connection: socket.socket, word: str) -> int | None:
     """The rank at the other end; None: it does not know the word, as a scanner of ports."""
-    connection.settimeout(_GREETING_LIMIT_S)
+    stranger = Wire(connection, -1, _GREETING_LIMIT_S)
     with suppress(OSError):
-        said = connection.recv(_GREETING.size, socket.MSG_WAITALL)
-        if len(said) == _GREETING.size:
-            known, rank = _GREETING.unpack(said)
-            return rank if hmac.compare_digest(known, word.encode()) else None
+        known, rank = _GREETING.unpack(stranger.read(_GREETING.size))
+        return rank if hmac.compare_digest(known, word.encode()) else None
     return None
 
 
