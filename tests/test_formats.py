@@ -1,7 +1,9 @@
 """Readers of the table, against the libraries that wrote the files."""
 
 import io
+import re
 import zipfile
+from collections import Counter
 
 import cv2
 import numpy as np
@@ -185,6 +187,83 @@ def test_what_would_be_read_wrong_is_refused_by_name(tmp_path, name, write, mess
     write(tmp_path / name)
     with pytest.raises(DataError, match=rf"(?s){name}: .*{message}"):
         read_stored(tmp_path / name)
+
+
+def _pages(path, planes, **options):
+    with tifffile.TiffWriter(path, bigtiff="bigtiff" in options) as tiff:
+        for plane in planes:
+            tiff.write(plane, photometric="minisblack", metadata=None, compression="lzw")
+
+
+def _stack_behind_the_first_page(path, planes):
+    with tifffile.TiffWriter(path, imagej=True) as tiff:
+        tiff.write(planes, metadata={"axes": "CYX"}, truncate=True)
+
+
+_CYX = {"metadata": {"axes": "CYX"}, "photometric": "minisblack"}
+WHOLE = {
+    "ImageJ": lambda p, x: tifffile.imwrite(p, x, imagej=True, **_CYX),
+    "ImageJ, deflate": lambda p, x: tifffile.imwrite(p, x, imagej=True, compression=8, **_CYX),
+    "ImageJ, one page": _stack_behind_the_first_page,
+    "OME": lambda p, x: tifffile.imwrite(p, x, ome=True, **_CYX),
+    "OME, deflate": lambda p, x: tifffile.imwrite(p, x, ome=True, compression=8, **_CYX),
+    "tifffile": lambda p, x: tifffile.imwrite(p, x, photometric="minisblack"),
+    "pages": _pages,
+    "pages, BigTIFF": lambda p, x: _pages(p, x, bigtiff=True),
+    "planes": lambda p, x: tifffile.imwrite(p, x, planarconfig="separate", photometric=1),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_tiff_that_is_cut_off_is_never_read_as_fewer_channels(tmp_path, kind):
+    path, cut = tmp_path / "a.tif", tmp_path / "cut.tif"
+    written = pixels(3, "uint16")
+    WHOLE[kind](path, np.moveaxis(written, -1, 0).copy())
+    np.testing.assert_array_equal(read_stored(path), written)
+    content = path.read_bytes()
+    said = Counter()
+    for kept in np.linspace(0.06, 0.999, 60):
+        cut.write_bytes(content[: int(kept * len(content))])
+        try:
+            assert read_info(cut) == read_info(path)
+            np.testing.assert_array_equal(read_stored(cut), written)
+            said["whole"] += 1
+            # The text of OME stands at the end, and is not needed.
+            assert kept > 0.5
+        except DataError as error:
+            said[re.fullmatch(rf"{cut}: ([^:\n]*): [^\n]*", str(error))[1]] += 1
+    assert said.keys() <= {"the TIFF is cut off", "damaged TIFF", "whole"}
+    assert said["the TIFF is cut off"] >= 30
+
+
+@pytest.mark.parametrize("text", ["ImageJ=1.54f\nimages=3\nchannels=3\n", "OME"])
+def test_a_tiff_with_fewer_pages_than_its_description_says_is_refused(tmp_path, text):
+    planes = np.moveaxis(pixels(3, "uint16"), -1, 0)
+    if text == "OME":
+        tifffile.imwrite(tmp_path / "a.tif", planes.copy(), ome=True, **_CYX)
+        text = tifffile.tiffcomment(tmp_path / "a.tif")
+    # Such as a program leaves that was stopped while it wrote.
+    write = {"metadata": None, "description": text, "compression": "deflate"}
+    tifffile.imwrite(tmp_path / "b.tif", planes[0], **write)
+    with pytest.raises(DataError, match=r"b.tif: .* description says 3 pages, and it has 1; copy"):
+        read_info(tmp_path / "b.tif")
+    # The same text with three samples in the page, as Bio-Formats writes it.
+    how = write | {"photometric": "minisblack", "planarconfig": "separate"}
+    tifffile.imwrite(tmp_path / "c.tif", planes, **how)
+    assert read_info(tmp_path / "c.tif").channels == 3
+
+
+def test_one_file_of_a_set_of_ome_is_one_channel(tmp_path):
+    plane = pixels(1, "uint16")
+    files = "".join(f'<TiffData FirstC="{i}"><UUID FileName="c{i}.tif"/></TiffData>' for i in "01")
+    sizes = "".join(
+        f' Size{axis}="{n}"' for axis, n in zip("XYCZT", (_W, _H, 2, 1, 1), strict=True)
+    )
+    head = '<?xml version="1.0"?><OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06">'
+    text = f'{head}<Image ID="Image:0"><Pixels ID="Pixels:0"{sizes}>{files}</Pixels></Image></OME>'
+    path = tmp_path / "c0.tif"
+    tifffile.imwrite(path, plane[..., 0], metadata=None, description=text)
+    np.testing.assert_array_equal(read_stored(path), plane)
 
 
 GDAL = [

@@ -385,6 +385,22 @@ def test_channels_of_a_stack_are_bands_of_its_slices(tmp_path):
     assert not (tmp_path / "cut/train.txt").exists()
 
 
+@pytest.mark.parametrize("how", [{"imagej": True}, {"ome": True}, {"compression": "deflate"}])
+def test_a_stack_that_is_cut_off_is_named_and_not_left_out(tmp_path, how, lab):
+    rng, options = np.random.default_rng(0), {"photometric": "minisblack"} | how
+    for name in "ab":
+        values = rng.integers(0, 255, (6, 40, 48), np.uint8)
+        path = tmp_path / f"data/{name}.tif"
+        path.parent.mkdir(exist_ok=True)
+        tifffile.imwrite(path, values, metadata={"axes": "TYX"}, **options)
+    content = path.read_bytes()
+    for kept in (0.3, 0.6):
+        path.write_bytes(content[: int(kept * len(content))])
+        words = "data", "import", tmp_path / "data", "--output", tmp_path / "cut"
+        assert f"{path}: the TIFF is cut off" in lab.refused(*words, code=3)
+        assert not (tmp_path / "cut").exists()
+
+
 TRAINED = {
     "train.batch_size": 4,
     "train.precision": "float32",

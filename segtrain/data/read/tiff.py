@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html import unescape
+from operator import add
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,6 +28,7 @@ from segtrain.text import MAX_NAME, printable
 
 _BAND_AXES = {"S", "C", "Q", "I"}  # samples, channels, and pages without a meaning of their own
 _OME_SIZE = re.compile(r'\bSize([ZT])="0*([1-9]\d*)"')
+_OME_FILE = re.compile(r'\bFileName="([^"]*)"')
 _REDUCED, _MASK = 1, 4  # bits of NewSubfileType
 _MINISWHITE, _MINISBLACK, _RGB, _PALETTE, _YCBCR = 0, 1, 2, 3, 6
 _ALPHA_SAMPLES = {1, 2}  # values of ExtraSamples
@@ -35,6 +37,8 @@ _LOSSLESS = {1, 2, 3, 4, 5, 8, 32773, 32946, 34925, 50000}
 # ModelTiepoint, ModelTransformation and GeoKeyDirectory (OGC 19-008r4).
 _GEO_TAGS = (33922, 34264, 34735)
 _JPEG = {6, 7, 33007}  # whose decoder makes RGB of YCbCr
+# It logs what it also raises, what `check_pages` raises, and oddities that do not matter.
+logging.getLogger("tifffile").setLevel(logging.CRITICAL)
 
 
 @contextmanager
@@ -45,10 +49,9 @@ def opened_tiff(file: IO[bytes], path: str | Path) -> Iterator[Any]:
     """
     import tifffile
 
-    # It logs what it also raises, and oddities that do not matter.
-    logging.getLogger("tifffile").setLevel(logging.CRITICAL)
     file.seek(0)
     with damage_named(path, "TIFF"), tifffile.TiffFile(file, is_ome=False) as tiff:
+        check_pages(tiff, path)
         pictures = [s for s in tiff.series if not s.keyframe.subfiletype & (_REDUCED | _MASK)]
         page = pictures[0].keyframe
         # An axis of length 1 makes no further picture.
@@ -77,6 +80,40 @@ def opened_tiff(file: IO[bytes], path: str | Path) -> Iterator[Any]:
         yield pictures[0]
 
 
+def check_pages(tiff: Any, path: str | Path) -> None:
+    """DataError: pages are missing at the end of a file that tifffile has opened.
+
+    tifffile only logs that, and what is left looks like a picture of fewer channels or slices.
+    """
+    pages, size = tiff.pages, tiff.tiff.offsetsize
+    tiff.filehandle.seek(pages.next_page_offset)  # found by going through all pages
+    if tiff.filehandle.read(size) != bytes(size):  # 0 says that no page follows
+        problem = "a page that is to follow is not there; copy it again"
+    elif (said := _num_said(tiff)) > len(pages):
+        found = f"its description says {said} pages, and it has {len(pages)}"
+        problem = f"{found}; copy it again, or write it without that description"
+    else:
+        return
+    raise DataError(f"{printable(path)}: the TIFF is cut off: {problem}")
+
+
+def _num_said(tiff: Any) -> int:
+    """How many pages ImageJ or OME says that a file has, at least; 0: neither does."""
+    page = tiff.pages.first
+    if page.is_imagej:
+        # ImageJ may store all behind the first page: tifffile then sees whether they are there.
+        is_there = tiff.series[0].kind == "imagej" and page.is_final
+        said = 0 if is_there else (tiff.imagej_metadata or {}).get("images", 0)
+    # A set of files of OME has the same text in each.
+    elif not page.is_ome or len({*_OME_FILE.findall(page.description)}) > 1:
+        said = 0
+    else:
+        pixels = re.search(r"<(?:\w+:)?Pixels\b[^>]*>", page.description)
+        said = math.prod(map(int, re.findall(r'\bSize[CZT]="(\d+)"', pixels[0] if pixels else "")))
+    # Both may count the samples of a page as channels.
+    return said // page.samplesperpixel
+
+
 # An item of GDAL_METADATA: <Item name="SCALE" sample="0" role="scale">0.5</Item>
 _NAME = re.compile(r'sample="(\d+)" role="description">([^<]+)<', re.IGNORECASE)
 _SCALING = re.compile(
@@ -87,7 +124,11 @@ _SCALING = re.compile(
 def read_header(file: IO[bytes], path: str | Path) -> Info:
     """As `image_formats.read_info`."""
     with opened_tiff(file, path) as picture:
-        page = picture.keyframe
+        page, end = picture.keyframe, file.seek(0, io.SEEK_END)
+        for starts, counts in ((x.dataoffsets, x.databytecounts) for x in picture.pages):
+            # tifffile would fill the rest with zeros.
+            if len(starts) != len(counts) or max(map(add, starts, counts), default=0) > end:
+                raise DataError(f"{printable(path)}: the TIFF is cut off: pixels are missing")
         sizes = dict(zip(picture.axes, picture.shape, strict=True))
         # `opened_tiff` has refused other axes than those of bands.
         channels = math.prod(sizes.values()) // (sizes["Y"] * sizes["X"])
@@ -150,13 +191,6 @@ def _white_high(page: Any, values: Any) -> Any:
 def read_pixels(file: IO[bytes], path: str | Path, _: Info) -> np.ndarray:
     """As `image_formats.read_stored`."""
     with opened_tiff(file, path) as picture:
-        size = file.seek(0, io.SEEK_END)
-        for page in picture.pages:
-            starts, counts = page.dataoffsets, page.databytecounts
-            ends = map(sum, zip(starts, counts, strict=False))
-            # tifffile would fill the rest with zeros.
-            if len(starts) != len(counts) or max(ends, default=0) > size:
-                raise DataError(f"{printable(path)}: the TIFF is cut off")
         # One thread: callers read several files at a time already.
         return channels_last(picture.asarray(maxworkers=1), picture)
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from segtrain.data.read.decode import damage_named, number_dtype, printed_lines
 from segtrain.data.read.find import IMAGE_SUFFIXES
+from segtrain.data.read.tiff import check_pages
 from segtrain.errors import ConfigError, DataError
 from segtrain.files import os_errors_as, temporary, walk
 from segtrain.text import counted, first_of, install_line, printable
@@ -172,6 +173,7 @@ def _num_pages(path: Path) -> int:
     import tifffile
 
     with damage_named(path, "TIFF"), tifffile.TiffFile(path) as file:
+        check_pages(file, path)  # with few or no pages left it would be left out
         return len(file.pages)
 
 
