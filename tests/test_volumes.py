@@ -22,6 +22,7 @@ from segtrain.data.read.image_formats import read_info, read_stored
 from segtrain.data.read.neighbours import with_neighbour_files, with_neighbours
 from segtrain.data.read.volumes import Stack, other_grid
 from segtrain.errors import DataError
+from segtrain.predict.pixel_size import grid_of
 
 X, Y, Z = SHAPE = 48, 40, 12
 SMALL = 15, 12, 6
@@ -383,6 +384,30 @@ def test_channels_of_a_stack_are_bands_of_its_slices(tmp_path):
         found = read_stored(tmp_path / f"cut/images/a/t{t:04d}_z{z:04d}.tif")
         np.testing.assert_array_equal(found, values[t, z].transpose(1, 2, 0))
     assert not (tmp_path / "cut/train.txt").exists()
+
+
+@pytest.mark.parametrize("axes", ["TYX", "TCYX", "ZYX", "TZYX"])
+@pytest.mark.parametrize("kind", ["imagej", "ome"])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32])
+def test_slices_of_a_microscope_keep_the_sizes_of_its_pixels(tmp_path, axes, kind, dtype):
+    rng = np.random.default_rng(0)
+    shape = [{"T": 4, "Z": 2, "C": 3, "Y": 20, "X": 24}[axis] for axis in axes]
+    values = rng.integers(0, 255, shape).astype(dtype)
+    # A pixel of 0.5 x 0.25 um; nobody says how far slices are apart.
+    about = {"unit": "um"} if kind == "imagej" else {"PhysicalSizeX": 0.5, "PhysicalSizeY": 0.25}
+    options = {kind: True, "metadata": about | {"axes": axes}, "resolution": (2, 4)}
+    tifffile.imwrite(tmp_path / "lapse.tif", values, photometric="minisblack", **options)
+    assert run("data", "import", tmp_path / "lapse.tif", "--output", tmp_path / "cut") == 0
+    files = sorted((tmp_path / "cut/images/lapse").glob("*.tif"))
+    assert len(files) == np.prod([n for axis, n in zip(axes, shape, strict=True) if axis in "TZ"])
+    grid, why = grid_of(files[1])
+    assert (grid.unit, why) == ("um", "")
+    np.testing.assert_allclose((grid.width, grid.height, grid.area), (0.5, 0.25, 0.125), rtol=1e-6)
+    bands = np.moveaxis(values, 1, -1) if "C" in axes else values[..., None]
+    found = read_stored(files[1])
+    np.testing.assert_array_equal(found, bands.reshape(-1, 20, 24, bands.shape[-1])[1])
+    assert found.dtype == dtype
+    assert read_cut_volumes(tmp_path / "cut")["lapse"].spacing_mm is None
 
 
 @pytest.mark.parametrize("how", [{"imagej": True}, {"ome": True}, {"compression": "deflate"}])

@@ -70,10 +70,11 @@ class VolumeFile(NamedTuple):
 class Stack(NamedTuple):
     """The slices of a volume, in order.
 
-    pixels: (N, H, W, C). ids: of the slices, such as `z0003`. spacing: of slices, rows and columns;
-    None: nobody says. unit: of spacing; empty: spacing counts voxels. place: (4, 4) from voxels,
-    turned to RAS+, to millimetres; None: a TIFF says none. note: what had to be assumed; empty:
-    nothing. stored: shape, affine and NIfTI's code of units, in the order of the file.
+    pixels: (N, H, W, C). ids: of the slices, such as `z0003`. spacing: of slices (NaN: not known,
+    or they are times), rows and columns; None: nobody says. unit: of spacing; empty: spacing counts
+    voxels. place: (4, 4) from voxels, turned to RAS+, to millimetres; None: a TIFF says none.
+    note: what had to be assumed; empty: nothing. stored: shape, affine and NIfTI's code of units,
+    in the order of the file.
     """
 
     pixels: np.ndarray
@@ -93,7 +94,8 @@ class Stack(NamedTuple):
             axes = self.place[:3, :3] / np.linalg.norm(self.place[:3, :3], axis=0)
             if np.abs(axes.T @ axes - np.eye(3)).max() > _SHEARED:
                 return None
-        return tuple(step * MM[self.unit] for step in self.spacing)
+        is_known = not np.isnan(self.spacing[0])
+        return tuple(step * MM[self.unit] for step in self.spacing) if is_known else None
 
 
 def nifti_library() -> ModuleType:
@@ -462,6 +464,9 @@ def read_tiff_stack(file: VolumeFile) -> Stack:
             raise DataError(f"{place}: expected one stack in one file")
         stored, axes = series.asarray(), series.axes
         spacing, unit = tiff_spacing(tiff, "ZYX")
+        if spacing is None or "T" in axes:
+            sides, unit = tiff_spacing(tiff, "YX")
+            spacing = sides and (np.nan, *sides)
     # Axes that count slices: time, depth, and pages without a known meaning (Q, I).
     counted = [axis for axis in axes if axis in "TZQI"]
     if set(axes) - set("TZQICSYX") or len(counted) - len({*counted}):

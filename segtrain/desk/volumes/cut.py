@@ -127,6 +127,8 @@ def _write_case(case: VolumeCase, folder: Path, axis: int, dtype: np.dtype) -> W
         # Of x and y: the first spacing is that between slices.
         options["resolution"] = tuple(10 / MM[image.unit] / x for x in image.spacing[:0:-1])
         options["resolutionunit"] = "CENTIMETER"
+        # `predict` takes the sizes of pixels from microscopes alone, whose files have such a text.
+        options |= {"description": "ImageJ=1.11a\nunit=cm\n"} if case.image.is_tiff else {}
     (folder / IMAGES / case.name).mkdir(parents=True)
     for name, pixels in zip(image.ids, image.pixels.astype(dtype, copy=False), strict=True):
         path = folder / IMAGES / case.name / f"{name}.tif"

@@ -71,7 +71,7 @@ def _split_one(one: Written, names: Sequence[str]) -> tuple[list[str], list[str]
     last = first + width
     train = [*names[: max(0, first - gap)], *names[last + gap :]]
     apart = f"{gap + 1} slices"
-    if one.spacing is not None and one.unit:
+    if one.spacing is not None and one.unit and one.spacing[0] > 0:  # not NaN
         apart += f" ({(gap + 1) * one.spacing[0]:.4g} {one.unit})"
     span = f"slices {one.ids[first]} to {one.ids[last - 1]}"
     return train, list(names[first:last]), f"{span}, {apart} from the nearest to train on"
