@@ -1,5 +1,8 @@
 """Bands and grey levels: what a checkpoint knows of them, and what it says of other ones."""
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tifffile
@@ -7,9 +10,16 @@ from experiments import write_config, write_data
 from pydantic import ValidationError
 
 from segtrain.checkpoint.format import load, parse_channels
-from segtrain.config import load_config
+from segtrain.config import DataConfig, load_config
 from segtrain.data import open_dataset
-from segtrain.data.check.channels import Channels, channel_findings, channels_from_json
+from segtrain.data.check.channels import (
+    Channels,
+    channel_findings,
+    channels_from_json,
+    channels_to_json,
+    measure_channels,
+)
+from segtrain.data.check.checks import check_split
 from segtrain.data.check.values import image_values
 from segtrain.data.read.image import RGB, read_image
 from segtrain.data.read.image_formats import read_info
@@ -157,3 +167,41 @@ def test_grey_levels_after_another_normalization_are_told():
     assert "(scale 0.1 of band 1 here, none there)" in found.text
     (found,) = channel_findings([values(35, 20), values(128, 40), values(220, 20)], trained)
     assert found.text.startswith("2 images have channels whose mean is far from")
+
+
+def test_one_channel_of_several_is_told_where_no_image_of_the_training_was_grey():
+    """And one of a scan whose channels are equal, too."""
+    trained = Channels((), (30.0, 60.0, 90.0), (20.0,) * 3, (9.0,) * 3)
+    plane = np.random.default_rng(0).normal(60, 20, (30, 40, 1)).clip(0, 255).astype(np.uint16)
+    for pixels in (plane, plane.astype(np.float32)):
+        form = RGB._replace(dtype=pixels.dtype, value_range=(0, 255))
+        grey = image_values(pixels.repeat(3, 2), form, "one.tif")
+        (found,) = channel_findings([grey], trained)
+        assert "1 image is grey, and no image of the training that was looked at" in found.text
+        assert found.lines()[0].endswith(": one.tif")
+        for other in ({"grey": 0.1}, {"mean": (60.0,) * 3}):
+            assert not [*channel_findings([grey], replace(trained, **other))]
+    blank = image_values(np.full((30, 40, 3), 60, np.uint8), RGB, "blank")
+    assert not [*channel_findings([blank, values((30, 60, 90), 20, channels=3)], trained)]
+
+
+def test_a_checkpoint_knows_whether_images_were_grey_and_what_numbers_they_held(tmp_path):
+    rng, root = np.random.default_rng(0), tmp_path / "images/train"
+    write_data(tmp_path, 0, num_val=0)
+    for i in range(4):
+        shape = (32, 40) if i == 0 else (32, 40, 3)
+        root.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 4096, shape, np.uint16)
+        tifffile.imwrite(root / f"{i}.tif", pixels, photometric="minisblack" if i == 0 else "rgb")
+        tifffile.imwrite(tmp_path / f"labels/train/{i}.tif", rng.integers(0, 4, (32, 40), np.uint8))
+    data = {"layout": "folders", "root": str(tmp_path), "classes": str(tmp_path / "classes.yaml")}
+    data = DataConfig(**data, value_range=(0, 4095))
+    known = measure_channels(open_dataset(data, "train"))
+    assert (known.dtype, known.grey) == ("uint16", 0.25)
+    (found,) = (x for x in check_split(open_dataset(data, "train")) if "grey" in x)
+    assert "1 image is grey, and others are not: one channel is taken three times" in found
+    assert found.endswith("such as 0")
+    # Of before there was such a field.
+    text = json.loads(channels_to_json(known))
+    del text["dtype"], text["grey"]
+    assert channels_from_json(json.dumps(text)) == replace(known, dtype=None, grey=0.0)

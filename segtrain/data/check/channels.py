@@ -7,6 +7,7 @@ give a label map like any other.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import numpy as np
 from pydantic import ConfigDict, FiniteFloat, TypeAdapter
@@ -34,7 +35,7 @@ class Channels:
 
     bands: names of the channels, as the files give them; (): not known.
     mean, std: of all pixels. spread: the standard deviation of the means of images.
-    scaling: as of ImageForm.
+    scaling, dtype: as of ImageForm; None: not known. grey: the share of `is_grey` images.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -44,6 +45,8 @@ class Channels:
     std: tuple[FiniteFloat, ...]
     spread: tuple[FiniteFloat, ...]
     scaling: Scaling = ()
+    dtype: Literal["uint8", "uint16", "float32"] | None = None
+    grey: FiniteFloat = 0.0
 
     def __post_init__(self) -> None:
         if not len(self.mean) == len(self.std) == len(self.spread):
@@ -83,7 +86,8 @@ def measure_channels(dataset: SegDataset) -> Channels:
     std = np.sqrt((between + within).sum(0) / count)
     spread = np.sqrt(between.sum(0) / np.maximum(count - 1, 1))
     moments = (tuple(x.tolist()) for x in (mean, std, spread))
-    return Channels(dataset.form.bands, *moments, dataset.form.scaling)
+    form, grey = dataset.form, float(np.mean([sample.is_grey for sample in samples]))
+    return Channels(form.bands, *moments, form.scaling, form.dtype.name, grey)
 
 
 def _values(dataset: SegDataset, index: int) -> ImageValues:
@@ -118,6 +122,15 @@ def channel_findings(images: Sequence[ImageValues], trained: Channels) -> Iterat
             orders.setdefault(tuple((order + 1).tolist()), []).append(image.name)
         elif (np.abs(means - mean) > far).any():
             strange.append(image.name)
+    grey = [image.name for image in images if image.is_grey]
+    # Of one channel means are equal, too.
+    if grey and not trained.grey and len({*trained.mean}) > 1:
+        which = counted(len(grey), "image is", "images are")
+        text = (
+            f"{which} grey, and no image of the training that was looked at: one channel is taken "
+            "three times; if it is one of several, predict a file that holds all of them"
+        )
+        yield Finding("warning", "", "grey", text, {"": grey})
     others = [image for image in images if image.form.scaling != trained.scaling]
     if others:
         here, there = (scaling_words(x) for x in (others[0].form.scaling, trained.scaling))

@@ -54,7 +54,7 @@ _MIN_TELLING = 0.25
 _KINDS_BY_SAMPLE = {
     *("blended", "no class", "scales"),
     *("unreadable", "values", "palette", "palettes", "one class", "train ids"),
-    *("damaged", "range", "faint", "dropped band", "white", "outside", "orientation"),
+    *("damaged", "range", "faint", "dropped band", "grey", "white", "outside", "orientation"),
 }
 
 

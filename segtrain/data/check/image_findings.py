@@ -107,6 +107,12 @@ def value_findings(images: Sequence[ImageValues], split: str) -> Iterator[Findin
         end = ", and it is dropped: if it is more than transparency, set data.channels: 4"
         text = counted(len(dropped), *words) + end
         yield Finding("warning", split, "dropped band", text, {"": dropped})
+    grey = [image.name for image in images if image.is_grey]
+    # Photographs, of 8 bits, may well be of both kinds.
+    if 0 < len(grey) < len(images) and images[0].form.dtype != np.uint8:
+        words = "image is grey", "images are grey", "and others are not: one channel is taken"
+        text = f"{counted(len(grey), *words[:2])}, {words[2]} three times; are channels missing?"
+        yield Finding("warning", split, "grey", text, {"": grey})
     low, high = images[0].form.limits
     white, outside = np.mean([(image.white, image.outside) for image in images], axis=0).tolist()
     if images[0].form.clip:  # meant to lie outside

@@ -44,6 +44,12 @@ class ImageValues(NamedTuple):
         low, high = self.form.limits
         return (self.peak - low) * 255 / (high - low)
 
+    @property
+    def is_grey(self) -> bool:
+        """Whether it has several channels, all equal, as of a file of one, and not of one value."""
+        moments = {*zip(self.means, self.stds, strict=True)}
+        return len(self.means) > 1 and len(moments) == 1 and self.stds[0] > 0
+
 
 def image_values(
     image: np.ndarray,
