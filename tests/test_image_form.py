@@ -385,6 +385,9 @@ def test_five_channels_of_12_bits_train_score_predict_and_export(five_bands, lab
     assert code == 3
     assert said.count("3 channels, and the model was trained on 5: it needs the same bands") == 2
     assert "bytes.tif: values of uint8, and the model was trained on values of [0.0, 4095" in said
+    (root / "drive.mp4").write_bytes(b"")
+    said = lab.refused("predict", run, root / "drive.mp4", "--output", root / "v", code=3)
+    assert "was trained on 5 channels of values of [0, 4095]: predict images of such values" in said
     export = ("export", run, "--format", "torchscript", "--output", root / "m.ts")
     lab.refused(*export, "--normalize", "uint8")
     lab.done(*export, "--normalize", "float32")

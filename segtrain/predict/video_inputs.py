@@ -33,10 +33,12 @@ class Videos:
     def check(self, job: Job, sources: Sequence[PhotoFile]) -> None:
         """DataError: the model does not take frames; ConfigError: their label maps have no room."""
         form = job.ready.form
-        if (form.channels, form.value_range, form.dtype) != (3, None, np.uint8):
+        if form.channels != 3 or form.value_range not in (None, (0, 255)):
+            low, high = form.limits
             raise DataError(
-                f"{printable(sources[0].path)}: frames are RGB of 8 bits, and the model was "
-                f"trained on {form.channels} channels of {form.dtype}"
+                f"{printable(sources[0].path)}: frames are RGB of 8 bits, and the model was trained"
+                f" on {form.channels} channels of values of [{low:g}, {high:g}]: "
+                "predict images of such values, one for each frame"
             )
         for source in sources if job.frames else ():
             if shared := [name for name in job.names if name.startswith(f"{source.name}/")]:
