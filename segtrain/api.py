@@ -24,6 +24,7 @@ from segtrain.config.loading import override_config
 from segtrain.data.check.image_findings import photo_findings
 from segtrain.data.check.values import image_values
 from segtrain.data.read.image import form_of, ignore_missing, ignored_where, set_dtype
+from segtrain.data.read.photos import other_unit
 from segtrain.distributed import signals
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import (
@@ -150,6 +151,8 @@ class Predictor:
             image = np.where(np.isfinite(image), image, np.float32(np.nan))
         if np.ma.is_masked(given):
             image = np.where(np.ma.getmaskarray(given), np.float32(np.nan), image)
+        if problem := other_unit(image, self._ready.form):
+            raise DataError(f"image: {problem}")
         for found in photo_findings([image_values(image, form, "image")]):
             warnings.warn(found.text, stacklevel=4)
         return ignore_missing(image, np.zeros(image.shape[:2], np.uint8), form)

@@ -8,6 +8,7 @@ import tifffile
 import torch
 from PIL import Image
 
+from segtrain.api import Predictor
 from segtrain.cli import main as segtrain
 from segtrain.config import AugmentConfig, Config, DataConfig, ModelConfig, load_config
 from segtrain.data import open_dataset
@@ -385,6 +386,19 @@ def test_five_channels_of_12_bits_train_score_predict_and_export(five_bands, lab
     assert code == 3
     assert said.count("3 channels, and the model was trained on 5: it needs the same bands") == 2
     assert "bytes.tif: values of uint8, and the model was trained on values of [0.0, 4095" in said
+    images = [tifffile.imread(x).astype(np.float32) for x in sorted(root.glob("images/val/*"))]
+    tifffile.imwrite(root / "dn.tif", images[0], **as_bands)  # whole numbers, stored as floats
+    words = "0 of 1 rasters", "0 of 1 images"
+    for i, (dtype, limit) in enumerate(((np.float32, 100), (np.float64, 1 << 20))):
+        monkeypatch.setattr("segtrain.predict.raster_inputs.MAX_PHOTO_PIXELS", limit)
+        lab.done("predict", run, root / "dn.tif", "--output", root / f"dn{i}")
+        tifffile.imwrite(root / f"r{i}.tif", (images[0] / 4096).astype(dtype), **as_bands)
+        code, out, said = lab.command("predict", run, root / f"r{i}.tif", "--output", root / "r")
+        assert (code, words[i] in out, [*(root / "r").rglob("r*.*")]) == (3, True, [])
+        assert f"r{i}.tif: fractions from 0" in said
+        assert "and the model was trained on whole numbers of [0, 4095]: convert them" in said
+    with pytest.raises(DataError, match=r"image: fractions from 0\S* to 0\.\d*, and the model was"):
+        Predictor(run, device="cpu")(images[0] / 4096)
     (root / "drive.mp4").write_bytes(b"")
     said = lab.refused("predict", run, root / "drive.mp4", "--output", root / "v", code=3)
     assert "was trained on 5 channels of values of [0, 4095]: predict images of such values" in said

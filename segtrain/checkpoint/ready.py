@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from segtrain.checkpoint.trained import LoadedModel, load_model
@@ -42,5 +43,7 @@ def make_ready(*sources: str | Path, settings: Sequence[str], device: torch.devi
     check_windows(config, num_classes, device)
     model = to_eval_precision(loaded.model, config, device)
     predictor = for_photos(model, config, device, num_classes, mode_is_given=is_given)
-    bands = loaded.channels.bands if loaded.channels else ()
-    return ReadyModel(predictor, loaded, config, form_of(config.data)._replace(bands=bands))
+    form = form_of(config.data)
+    if known := loaded.channels:
+        form = form._replace(bands=known.bands, dtype=np.dtype(known.dtype or form.dtype))
+    return ReadyModel(predictor, loaded, config, form)

@@ -12,8 +12,9 @@ from segtrain.data.check.values import image_values, joined_values
 from segtrain.data.read.decode import MAX_PHOTO_PIXELS
 from segtrain.data.read.georeference import is_on_map
 from segtrain.data.read.image_formats import read_info
-from segtrain.data.read.photos import PhotoFile, form_of_file
+from segtrain.data.read.photos import PhotoFile, form_of_file, other_unit
 from segtrain.data.read.raster import raster_size, refuse_short_side
+from segtrain.errors import DataError
 from segtrain.inference.settings import Size
 from segtrain.predict.georaster import num_blocks, predict_raster
 from segtrain.predict.kind import Job, check_library, noted
@@ -60,7 +61,7 @@ def _size_of(source: PhotoFile) -> Size | None:
 
 
 def _predict_raster(ready: ReadyModel, source: PhotoFile, size: Size, path: Path) -> Notes:
-    settings, values, num_zeros = ready.predictor.settings, [], 0
+    settings, values, num_zeros, units = ready.predictor.settings, [], 0, set()
     task = task_of(ready.config.task)
     refuse_short_side(source.path, settings.usual.short_side_px)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,6 +73,8 @@ def _predict_raster(ready: ReadyModel, source: PhotoFile, size: Size, path: Path
         nonlocal num_zeros
         num_zeros += int(where_zero(block)[core].sum())
         values.append(image_values(block, form, printable(source.path)))
+        if not np.isnan(values[-1].peak):
+            units.add(other_unit(block, ready.form))
         bar.update()
 
     with bar:
@@ -85,6 +88,10 @@ def _predict_raster(ready: ReadyModel, source: PhotoFile, size: Size, path: Path
             no_data=task.no_data(ready.loaded.classes),
             on_block=add,
         )
+    # A block may be the sea on a map of heights: the unit is another one if it is so everywhere.
+    if units and "" not in units:
+        path.unlink()
+        raise DataError(f"{printable(source.path)}: {units.pop()}")
     info = read_info(source.path)
     return Notes(
         turned=info.orientation != 1,

@@ -14,6 +14,10 @@ from segtrain.errors import DataError
 from segtrain.files import os_errors_as, walk
 from segtrain.text import counted, first_of, printable
 
+# Of a range of values: fractions within -1..1 are then nearly one level of 8 bits.
+_WIDE = 100
+_MOST = 0.5
+
 
 class Photo(NamedTuple):
     """An image as stored, (H, W, C) of its form, and the header of its file."""
@@ -34,9 +38,27 @@ def read_photo(path: Path, form: ImageForm) -> Photo:
     """
     # Read once: the header and the pixels are then of the same bytes.
     _, info, content, _ = open_stored(path)
-    form = form_of_info(info, form, path)
-    image = read_image([path], form, contents=[content], max_pixels=MAX_PHOTO_PIXELS)
-    return Photo(image, form, info)
+    own = form_of_info(info, form, path)
+    image = read_image([path], own, contents=[content], max_pixels=MAX_PHOTO_PIXELS)
+    if problem := other_unit(image, form):
+        raise DataError(f"{printable(path)}: {problem}")
+    return Photo(image, own, info)
+
+
+def other_unit(image: np.ndarray, trained: ImageForm) -> str:
+    """Why (H, W, C) are surely other values than those of a training; empty: they may be the same.
+
+    Most are fractions, all within -1..1, as of reflectances, and those were whole, up to hundreds.
+    """
+    low, high = trained.limits
+    if image.dtype.kind != "f" or trained.dtype.kind != "u" or high - low < _WIDE:
+        return ""
+    known = image[np.isfinite(image)]
+    if not known.size or np.abs(known).max() > 1 or (known % 1 > 0).mean() < _MOST:
+        return ""
+    found = f"fractions from {known.min():.3g} to {known.max():.3g}"
+    wanted = f"the model was trained on whole numbers of [{low:g}, {high:g}]"
+    return f"{found}, and {wanted}: convert them as those were, such as reflectances times 10000"
 
 
 def form_of_file(path: Path, form: ImageForm) -> ImageForm:
