@@ -1,7 +1,9 @@
 """Folders in which a guess trains wrong: each is read as its truth, pixel by pixel, or refused."""
 
+import json
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -229,6 +231,11 @@ def survey_of(images, *sets, **more):
     return Survey(Path("data"), tuple(images), sets, **nothing | more)
 
 
+VOLUME = json.dumps(
+    {"ann": {"slices": [], "size": [9, 8], "axis": None, "spacing_mm": None, "stored": None}}
+)
+
+
 def divided(images, shown_in, *, split_source="", tiles=(), **answers):
     """The splits of these images; shown_in: the paths of those that show each value."""
     files = {one.path: (one.path,) for one in images}
@@ -272,6 +279,26 @@ def test_given_splits_that_divide_sequences_are_told():
     ]
     (said,) = divided(images, {}, split_source="val.txt").warnings
     assert "6 of 6 images to evaluate on have a near-duplicate or a neighbour among" in said
+    assert said.endswith("keep sequences together (--group)")
+
+
+@pytest.mark.parametrize("known", ["group", "volumes", "volumes, one divided", ""])
+def test_groups_that_are_apart_already_are_told_of_like_images_alone(tmp_path, known):
+    """Empty slices of two patients are alike, whatever the division."""
+    least = 1 if "divided" in known else 0
+    images = [
+        named(f"images/{x}/z{i}.png", "val" if x == "dan" and i >= least else "train", sequence=x)
+        for x in ("ann", "bob", "cid", "dan")
+        for i in range(3)
+    ]
+    alike = frozenset((f"images/ann/z{i}.png", f"images/dan/z{i}.png") for i in range(3))
+    (tmp_path / "volumes.json").write_text(VOLUME if "volumes" in known else "{}")
+    labels = LabelSet("masks/*.png", "ids", {x.path: (x.path,) for x in images}, {}, shown_in={})
+    found = replace(survey_of(images, labels, split_source="val.txt", similar=alike), root=tmp_path)
+    answers = Answers(group=re.compile("(ann|bob|cid|dan)") if known == "group" else None)
+    (said,) = choose_splits(found, labels, answers).warnings
+    assert f"{3 - least} of {3 - least} images to evaluate on have a near-duplicate" in said
+    assert ("--group" in said) == (known not in ("group", "volumes"))
 
 
 @pytest.mark.parametrize("rare", [(3, 17), (8, 30), (21, 22)])

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
+from segtrain.data.read.cut_volumes import read_cut_volumes
 from segtrain.data.read.sources import groups_of, sources_of
 from segtrain.desk.survey.class_table import Classes
 from segtrain.desk.survey.groupings import DEFAULT_VAL, named_groups, shared_pixels
@@ -28,8 +29,13 @@ def check_groups(group: re.Pattern[str], train: Sequence[Image], val: Sequence[I
         )
 
 
-def leak(survey: Survey, train: Sequence[Image], val: Sequence[Image]) -> str:
-    """A warning if many images to evaluate on have a near-duplicate among those to train on."""
+def leak(
+    survey: Survey, train: Sequence[Image], val: Sequence[Image], group: re.Pattern[str] | None
+) -> str:
+    """A warning if many images to evaluate on have a near-duplicate among those to train on.
+
+    group: that the sides keep apart; None: no --group is given.
+    """
     trained = {image.path for image in train}
     pairs = {*survey.similar, *shared_pixels(survey, [*train, *val])}
     if survey.moving:
@@ -40,15 +46,16 @@ def leak(survey: Survey, train: Sequence[Image], val: Sequence[Image]) -> str:
     sources = sources_of([image.name for image in (*train, *val)])
     of_train, of_val = {*sources[: len(train)]}, sources[len(train) :]
     near |= {image.path for image, source in zip(val, of_val, strict=True) if source in of_train}
-    near |= _of_divided_groups(train, val)
+    near |= (divided := _of_divided_groups(train, val))
     leaked = [image for image in val if image.path in near]
     if len(leaked) < _FEW_LEAKED * len(val):
         return ""
+    # `data import` has kept the slices of a patient together.
+    are_apart = group is not None or (not divided and read_cut_volumes(survey.root))
     return (
         f"{len(leaked)} of {len(val)} images to evaluate on have a near-duplicate or a neighbour "
-        f"among those to train on, such as {leaked[0].path}: scores will be too good; keep "
-        "sequences together (--group)"
-    )
+        f"among those to train on, such as {leaked[0].path}: scores will be too good"
+    ) + ("" if are_apart else "; keep sequences together (--group)")
 
 
 def _of_divided_groups(train: Sequence[Image], val: Sequence[Image]) -> set[str]:

@@ -80,7 +80,7 @@ def choose_splits(survey: Survey, labels: LabelSet, answers: Answers) -> Splits:
         sides = divided._replace(reason=divided.reason + sides.reason)
     if answers.group is not None:
         check_groups(answers.group, sides.train, sides.val)
-    leaked = leak(survey, sides.train, sides.val)
+    leaked = leak(survey, sides.train, sides.val, answers.group)
     warnings += [leaked] if leaked else []
     return Splits(tuple(sides.train), tuple(sides.val), sides.reason, tuple(warnings))
 
