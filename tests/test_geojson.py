@@ -1,6 +1,7 @@
 """Outlines on the map: to labels of rasters, and back; against areas known before."""
 
 import json
+import re
 import sys
 
 import numpy as np
@@ -205,6 +206,48 @@ def test_what_is_unclear_is_asked_or_refused(tmp_path, map_tif):
     raster(map_tif, Affine.identity(), crs=None)
     with pytest.raises(DataError, match=r"no outline lies on an image .* \(0 of 1 images have one"):
         drawn(tmp_path, *plain, attribute="b")
+
+
+def test_only_the_cause_is_said_where_no_outline_could_be_read(tmp_path, map_tif):
+    """Not that none lies on an image, which would send to --images."""
+    plain = [feature(box(*FIELD), a="x", b=1), feature(box(*ROAD), a="y", b=2)]
+    in_metres = {"type": "Polygon", "coordinates": [box(*ROAD)]}
+    metres = {"type": "Feature", "properties": None, "geometry": in_metres}
+    for found, attribute, cause in (
+        (plain, None, "which property"),
+        (plain, "c", "no property c: which"),
+        ([metres], None, "no degrees"),
+    ):
+        with pytest.raises(DataError) as caught:
+            drawn(tmp_path, *found, attribute=attribute)
+        assert cause in str(caught.value)
+        assert "no outline" not in str(caught.value)
+
+
+@pytest.mark.parametrize("system", [UTM, "EPSG:32750"])
+def test_latitude_before_longitude_is_told(tmp_path, system):
+    """In zone 33 both are degrees either way; in zone 50 the longitude, 117, is no latitude."""
+    raster(tmp_path / "images/map.tif", crs=system)
+    good = feature(box(*FIELD), system=system, label="field")
+    assert (drawn(tmp_path, good)[1]["map.tif"] == 1).sum() == 50 * 50
+    (ring,) = good["geometry"]["coordinates"]
+    good["geometry"]["coordinates"] = [[(y, x) for x, y in ring]]
+    with pytest.raises(DataError, match=r"map\.tif: outlines would lie on .* x and y swapped") as e:
+        drawn(tmp_path, good)
+    assert not re.search("no outline|no degrees", str(e.value))
+    crs = {"type": "name", "properties": {"name": system}}
+    outline = {"type": "Polygon", "coordinates": [[xy[::-1] for xy in box(*FIELD)]]}
+    in_metres = collection(tmp_path / "m.geojson", good | {"geometry": outline}, crs=crs)
+    with pytest.raises(DataError, match=r"map\.tif: outlines would lie on .* x and y swapped"):
+        drawn(tmp_path, in_metres)
+    crs["properties"]["name"] = "EPSG:27700"
+    outline["coordinates"] = [box(1e12, 1e9, 1e12 + 9, 1e9 + 9, Affine.identity())]
+    beyond = collection(tmp_path / "m.geojson", good | {"geometry": outline}, crs=crs)
+    with pytest.raises(DataError, match=r"coordinates of EPSG:27700.*outside of projection domain"):
+        drawn(tmp_path, beyond)
+    good["geometry"]["coordinates"] = [[(y + 40, x) for x, y in ring]]
+    with pytest.raises(DataError, match=r"no outline lies|are no degrees"):
+        drawn(tmp_path, good)
 
 
 @pytest.fixture

@@ -1,17 +1,55 @@
-"""Outlines in degrees, cut at the antimeridian as RFC 7946, 3.1.9, has it, and closed at a pole."""
+"""Outlines in other systems of coordinates; in degrees cut at the antimeridian, closed at a pole.
 
+As RFC 7946, 3.1.9, has it.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from segtrain.data.read.decode import damage_named
 from segtrain.data.read.georeference import DEGREES, geo_library
 from segtrain.errors import DataError
 from segtrain.text import printable
 
+TWO_WAYS = (
+    "an edge of more than 180 degrees of longitude: an outline that crosses the antimeridian is to "
+    "be cut there (RFC 7946), or to go on beyond 180; a wider one needs points in between"
+)
 # A straight edge becomes a curve in another projection: by some centimetres where it is cut so, and
 # near a pole, where longitudes turn, by less.
-EDGE_M, _EDGE_TURN_DEGREES, _LEAST_M = 1000.0, 0.25, 1e-3
+_EDGE_M, _EDGE_DEGREES, _EDGE_TURN_DEGREES, _LEAST_M = 1000.0, 0.01, 0.25, 1e-3
 _QUARTER, _GRID_DEGREES = 90.0, 1e-9
+
+
+def moved(shape: Any, system: Any, other: Any) -> Any:
+    """A shapely geometry in another coordinate system, its edges as in the first one.
+
+    DataError: the projection does not reach there.
+    """
+    import shapely
+
+    rasterio = geo_library("outlines")
+    source, target = (rasterio.crs.CRS.from_user_input(given) for given in (system, other))
+    if source == target:
+        return shape
+    edge = _EDGE_DEGREES if source.is_geographic else _EDGE_M / source.linear_units_factor[1]
+    # With more points first, since an edge that is straight here is a curve there.
+    parts = shapely.segmentize(shape, edge)
+    with damage_named(f"coordinates of {system}", "outline"):
+        return shapely.geometry.shape(rasterio.warp.transform_geom(source, target, parts))
+
+
+def have_two_ways(polygons: Iterable[Sequence[np.ndarray]], *, is_moved: bool) -> bool:
+    """Whether an edge in degrees goes more than half round the Earth, as where tools write -179 and
+    179 side by side. The whole way round, -180 to 180, is a mistake only where is_moved: after a
+    move from another system, which also cuts edges short that were drawn so.
+    """
+    rings = (ring[:, 0] for ring in chain.from_iterable(polygons))
+    edges = (np.abs(np.diff(lon)) for lon in rings if np.abs(lon).max() <= 360)  # else no degrees
+    return any(((x > 180) & ((x < 360) | is_moved)).any() for x in edges)
 
 
 def in_degrees(shape: Any, crs: Any, place: object) -> Any:
@@ -56,7 +94,7 @@ def _unrolled(ring: Any, crs: Any, place: object) -> Any:
         if crs.is_geographic:
             long = length > _QUARTER
         else:
-            long = (length > EDGE_M) | ((np.abs(turn) > _EDGE_TURN_DEGREES) & (length > _LEAST_M))
+            long = (length > _EDGE_M) | ((np.abs(turn) > _EDGE_TURN_DEGREES) & (length > _LEAST_M))
         if not long.any():
             break
         # Halved until all are short: a straight edge there is a curve in degrees.

@@ -6,7 +6,8 @@ inside an outline if its centre is, as `rasterio.features.rasterize` has it.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,20 +16,20 @@ import numpy as np
 
 from segtrain.data.read.find import IMAGE_SUFFIXES, visible_files
 from segtrain.data.read.georeference import DEGREES, geo_library, opened_raster
-from segtrain.desk.annotations.degrees import EDGE_M
+from segtrain.desk.annotations.degrees import TWO_WAYS, have_two_ways, moved
 from segtrain.desk.annotations.draw import Overlap
 from segtrain.desk.annotations.regions import IGNORED, Annotated, Findings, Region, read_text
 from segtrain.errors import DataError
 from segtrain.text import first_of
 from segtrain.types import IGNORE_INDEX
 
-_EDGE_DEGREES = 0.01  # as EDGE_M
 _CLASS_WORDS = ("class", "classname", "class_name", "label", "category")
 _SYSTEMS = "EPSG:", "ESRI:", "OGC:", "urn:", "http://www.opengis.net/def/crs/"
 _NONE = "none"
-_TWO_WAYS = (
-    "an edge of more than 180 degrees of longitude: an outline that crosses the antimeridian is to "
-    "be cut there (RFC 7946), or to go on beyond 180; a wider one needs points in between"
+_NO_DEGREES = "coordinates are no degrees, and no member crs says what they are"
+_SWAPPED = (
+    "outlines would lie on this image with x and y swapped: expected longitude, then latitude "
+    "(RFC 7946), or x, then y, of the system that crs names; write them in this order"
 )
 _MARGIN = 0.1
 _STRIP_PX = 1 << 26
@@ -48,11 +49,12 @@ class _Raster(NamedTuple):
 
 
 def read(
-    path: Path, findings: Findings, *, attribute: str | None = None
+    path: Path, findings: Findings, *, attribute: str | None = None, swapped: bool = False
 ) -> tuple[list[str], list[Annotated]]:
     """As `AnnotationFormat.read`: no classes, and one Annotated with all regions of the file.
 
-    attribute: the property that names the class; None: the only one that may.
+    attribute: the property that names the class; None: the only one that may. swapped: as if y
+    stood before x.
     """
     geo_library(path)
     import shapely
@@ -73,6 +75,7 @@ def read(
             continue
         try:
             shape = shapely.force_2d(shapely.geometry.shape(geometry))
+            shape = shapely.transform(shape, lambda xy: xy[:, ::-1]) if swapped else shape
         except shapely.errors.ShapelyError as error:
             findings.refuse(place, error)
             continue
@@ -82,31 +85,18 @@ def read(
             findings.note(place, "an outline crosses itself: inside is what it goes round once")
             shape = shapely.make_valid(shape)
         polygons = list(_polygons(moved(shape, system, DEGREES)))
-        if _have_two_ways(drawn or polygons, is_moved=not is_geographic):
-            findings.refuse(place, _TWO_WAYS)
+        if have_two_ways(drawn or polygons, is_moved=not is_geographic):
+            findings.refuse(place, TWO_WAYS)
             continue
         if not polygons:
             findings.note(place, f"{geometry['type']}: left out, because it has no area")
         for outer, *holes in polygons:
             regions.append(Region(name, (outer,), holes=tuple(holes), place=place))
-    if regions and not _are_degrees(regions):
-        raise ValueError("coordinates are no degrees, and no member crs says what they are")
     return [], [Annotated(path, path.name, None, regions)]
 
 
 def _are_degrees(regions: Sequence[Region]) -> bool:
-    points = np.concatenate([region.polygons[0] for region in regions])
-    return bool((np.abs(points) <= (360, 90)).all())
-
-
-def _have_two_ways(polygons: Iterable[Sequence[np.ndarray]], *, is_moved: bool) -> bool:
-    """Whether an edge in degrees goes more than half round the Earth, as where tools write -179 and
-    179 side by side. The whole way round, -180 to 180, is a mistake only where is_moved: after a
-    move from another system, which also cuts edges short that were drawn so.
-    """
-    rings = (ring[:, 0] for ring in chain.from_iterable(polygons))
-    edges = (np.abs(np.diff(lon)) for lon in rings if np.abs(lon).max() <= 360)  # else no degrees
-    return any(((x > 180) & ((x < 360) | is_moved)).any() for x in edges)
+    return all((np.abs(region.polygons[0]) <= (360, 90)).all() for region in regions)
 
 
 def _class_names(
@@ -130,9 +120,10 @@ def _class_names(
         return [path.stem.partition(".")[0]] * len(properties)
     if key not in seen:
         ways = "; ".join(f"{key} ({first_of(dict.fromkeys(x), 3)})" for key, x in seen.items())
+        wrong = f"no property {attribute}: " if attribute else ""
         raise ValueError(
-            f"which property names the class? {ways or 'there is none'}; choose by --attribute, "
-            f"or --attribute {_NONE}: all are one class"
+            f"{wrong}which property names the class? {ways or 'there is none'}; choose by "
+            f"--attribute, or --attribute {_NONE}: all are one class"
         )
     values = (of_feature.get(key) for of_feature in properties)
     return [str(value) if isinstance(value, str | int) else None for value in values]
@@ -148,20 +139,6 @@ def _system(found: dict[str, Any]) -> str:
     return name
 
 
-def moved(shape: Any, system: Any, other: Any) -> Any:
-    """A shapely geometry in another coordinate system, its edges as in the first one."""
-    import shapely
-
-    rasterio = geo_library("outlines")
-    source, target = (rasterio.crs.CRS.from_user_input(given) for given in (system, other))
-    if source == target:
-        return shape
-    edge = _EDGE_DEGREES if source.is_geographic else EDGE_M / source.linear_units_factor[1]
-    # With more points first, since an edge that is straight here is a curve there.
-    parts = shapely.segmentize(shape, edge)
-    return shapely.geometry.shape(rasterio.warp.transform_geom(source, target, parts))
-
-
 def _polygons(shape: Any) -> Iterator[list[np.ndarray]]:
     """Outline and holes, each (P, 2), of each polygon in a shapely geometry."""
     if shape.geom_type == "Polygon" and not shape.is_empty:
@@ -172,15 +149,17 @@ def _polygons(shape: Any) -> Iterator[list[np.ndarray]]:
 
 
 def place_on_map(
-    read: Iterable[Annotated], folder: Path, findings: Findings
+    read: Sequence[Annotated], folder: Path, findings: Findings
 ) -> tuple[list[Annotated], int]:
     """The rasters below `folder` that regions lie on, with these in their pixels.
 
-    Also returns how many other images there are. Findings: no raster, or no region lies on one.
+    Also returns how many other images there are. Findings: no raster, or no region lies on one;
+    coordinates are no degrees, or x and y are swapped.
     """
     import shapely
 
-    regions = [region for image in read for region in image.regions]
+    strange = [file.source for file in read if not _are_degrees(file.regions)]
+    regions = [region for file in read if file.source not in strange for region in file.regions]
     # A tree, since most outlines lie far from most rasters.
     tree = shapely.STRtree([shapely.Polygon(x.polygons[0], x.holes) for x in regions])
     files = [file for file in visible_files(folder) if file.lower().endswith(IMAGE_SUFFIXES)]
@@ -197,14 +176,35 @@ def place_on_map(
                     drawn.append(regions[i]._replace(polygons=(outer,), holes=tuple(holes)))
         if drawn:
             placed.append(Annotated(Path(), file, raster.size, drawn, path=folder / file))
-    if not placed:
+    # Of files that could not be read, that is the only cause.
+    nowhere = not placed and not strange and (regions or not findings.problems)
+    if (nowhere or strange) and (swapped := _swapped([x.source for x in read], rasters)):
+        findings.refuse(folder / swapped, _SWAPPED)
+    elif nowhere:
         found = f"{len(rasters)} of {len(files)} images have one"
         what = "no outline lies on an image with a georeference"
         findings.refuse(folder, f"{what} ({found}); --images names their folder")
+    else:
+        for source in strange:
+            findings.refuse(source, _NO_DEGREES)
     for i, region in enumerate(regions):
         if i not in used:
             findings.note(region.place, "lies on no image: left out")
     return placed, len(files) - len(placed)
+
+
+def _swapped(files: Iterable[Path], rasters: Mapping[str, _Raster]) -> str:
+    """The first raster that outlines lie on once x and y are swapped; empty: none."""
+    import shapely
+
+    found: list[Region] = []
+    for file in files:
+        with suppress(DataError):  # the projection does not reach there
+            found += read(file, Findings(), attribute=_NONE, swapped=True)[1][0].regions
+    regions = (region for region in found if _are_degrees([region]))
+    tree = shapely.STRtree([shapely.Polygon(region.polygons[0]) for region in regions])
+    hits = (x for x in rasters if len(tree.query(rasters[x].around, predicate="intersects")))
+    return next(hits, "")
 
 
 def _nearby(tree: Any, around: Any) -> Iterator[tuple[int, Any]]:

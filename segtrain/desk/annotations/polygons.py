@@ -24,8 +24,7 @@ from segtrain.data.read.image_formats import read_info
 from segtrain.data.read.label_formats import label_format_of
 from segtrain.data.read.raster import raster_size, windows
 from segtrain.data.read.raw_label import marked_value
-from segtrain.desk.annotations.degrees import in_degrees
-from segtrain.desk.annotations.geojson import moved
+from segtrain.desk.annotations.degrees import in_degrees, moved
 from segtrain.desk.annotations.reading import BACKGROUND
 from segtrain.errors import DataError, ExecutionError
 from segtrain.files import os_errors_as, temporary
