@@ -254,6 +254,30 @@ def supervisely(root, objects=None, name="a.png", **changes):
     return write_json(root / f"ds/ann/{name}.json", content | {"objects": objects} | changes)
 
 
+def qupath_shape(name, *outlines, **properties):
+    """A polygon with holes, or of (several) (outlines)."""
+    kind = "MultiPolygon" if np.ndim(outlines[0][0][0]) else "Polygon"
+    geometry = {"type": kind, "coordinates": outlines}
+    properties = {"objectType": "annotation", "classification": name} | properties
+    if isinstance(name, str):
+        properties["classification"] = {"name": name, "color": [200, 0, 0]}
+    return {"type": "Feature", "id": "PathAnnotationObject", "geometry": geometry} | {
+        "properties": properties
+    }
+
+
+def on_plane(**plane):
+    found = qupath_shape("x", BAR)
+    found["geometry"]["plane"] = {"c": -1, "z": 0, "t": 0} | plane
+    return found
+
+
+def qupath(root, found=None, name="a.geojson", is_list=False):
+    found = found or [qupath_shape("ell", [*ELL, ELL[0]]), qupath_shape("bar", [*BAR, BAR[0]])]
+    whole = found if is_list else {"type": "FeatureCollection", "features": found}
+    return write_json(root / name, whole)
+
+
 # Writer, its image, and the regions from the first drawn to the last.
 WRITERS = {
     "COCO": (coco, "a.png", ("ell", "bar", "blob")),
@@ -264,6 +288,7 @@ WRITERS = {
     "RLE table": (rle_table, "a.png", ("ell", "bar", "blob")),
     "VIA": (via, "a.png", ("ell", "bar")),
     "Supervisely": (supervisely, "ds/img/a.png", ("ell", "bar", "blob")),
+    "GeoJSON": (qupath, "a.png", ("ell", "bar")),  # of QuPath
 }
 
 
@@ -279,6 +304,51 @@ def test_each_format_is_found_and_drawn_as_what_it_was_made_from(tmp_path, kind)
     assert [(x.name, x.path, x.size) for x in found.images] == [(name, tmp_path / name, SIZE)]
     assert labels[name].dtype == np.uint8
     assert np.array_equal(labels[name], drawn(*names, classes=found.classes))
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_areas_of_qupath_come_back_as_the_pixels_that_they_were_traced_from(tmp_path, is_list):
+    """Islands in holes of islands: the outlines are those of rasterio, along edges of pixels."""
+    features = pytest.importorskip("rasterio.features")
+    label = np.zeros(SIZE, np.uint8)
+    label[1:20, 2:28] = np.random.default_rng(3).integers(0, 3, (19, 26))
+    label[0, 0], label[-1, -1] = 1, 2
+    label[4:15, 6:20], label[6:13, 8:18], label[8:11, 10:16] = 1, 0, 1
+    found = []
+    for i, name in ((2, "bar"), (1, "ell")):
+        parts = features.shapes(label, mask=label == i)
+        found.append(qupath_shape(name, *(shape["coordinates"] for shape, _ in parts)))
+    image(tmp_path / "images/a.tif")
+    image(tmp_path / "images/b.png")
+    qupath(tmp_path / "geojson", found, is_list=is_list)
+    qupath(tmp_path / "geojson", [{}], "b.geojson").write_text(
+        '{"type": "FeatureCollection", "features": []}'
+    )
+    found, labels = read(tmp_path / "geojson", root=tmp_path / "images")
+    assert (found.format, found.classes) == ("QuPath", ("background", "bar", "ell"))
+    expected = np.array([0, 2, 1])[label]
+    assert np.array_equal(labels["a.tif"], expected)
+    assert not labels["b.png"].any()
+
+
+def test_objects_of_qupath_lie_in_each_other_and_have_derived_classes(tmp_path):
+    """The smaller is on top, as QuPath paints them, whatever stands first."""
+    image(tmp_path / "a.png")
+    everything = [(0, 0), (W, 0), (W, H), (0, H), (0, 0)]
+    child = qupath_shape({"names": ["Tumor", "Positive"]}, BAR)
+    parent = {"name": "Positive", "parentClass": {"name": "Tumor", "colorRGB": -1}}
+    point = qupath_shape("Tumor", BAR)
+    point["geometry"] = {"type": "MultiPoint", "coordinates": [[1, 2]]}
+    ignored = qupath_shape("Ignore*", [(29, 20), (31, 20), (31, 23), (29, 23)])
+    found = [qupath_shape(parent, ELL), ignored, point]
+    found.append(qupath_shape("Stroma", everything, childObjects=[child]))
+    qupath(tmp_path, found)
+    found, labels = read(tmp_path)
+    assert found.classes == ("background", "Stroma", "Tumor: Positive")
+    expected = 1 + (MASKS["ell"] | MASKS["bar"])
+    expected[20:, 29:] = 255
+    assert np.array_equal(labels["a.png"], expected)
+    assert any("feature 2: point: left out" in line for line in found.notes)
 
 
 def test_a_circle_of_labelme_goes_through_its_second_point(tmp_path):
@@ -694,6 +764,20 @@ BROKEN = [
     (rle_table, {"lines": ["a.png_999999999,1 5"]}, "class 999999999: at most 254"),
     (rle_table, {"header": "ImageId,Image,EncodedPixels"}, "ImageId and Image: keep one of these"),
     (rle_table, {"header": "name,EncodedPixels"}, "expected the columns ImageId,ClassId,EncodedP"),
+    (qupath, {"name": "b.geojson"}, "b.geojson: no such image in ROOT"),
+    (
+        qupath,
+        {"found": [qupath_shape(None, BAR)]},
+        "feature 0: no class (classification.name)",
+    ),
+    (qupath, {"found": [qupath_shape("x", [(1, 2, 3)])]}, "feature 0: expected pairs of x and y"),
+    (qupath, {"found": [qupath_shape("x", [(40, 2), (50, 2), (50, 9)])]}, "outside of the image"),
+    (qupath, {"found": [on_plane(z=3)]}, "feature 0: lies in another plane than the first"),
+    (
+        qupath,
+        {"found": [qupath_shape("x", BAR, childObjects=[on_plane(t=1)])]},
+        "a.geojson: feature 0: childObjects: feature 0: lies in another plane",
+    ),
 ]
 
 

@@ -250,6 +250,62 @@ def test_latitude_before_longitude_is_told(tmp_path, system):
         drawn(tmp_path, good)
 
 
+def of_qupath(outline, **members):
+    """The text of a file as QuPath writes it, of one outline."""
+    properties = {
+        "objectType": "annotation",
+        "classification": {"name": "field", "color": [1, 2, 3]},
+    }
+    geometry = {"type": "Polygon", "coordinates": [outline]}
+    one = {"type": "Feature", "geometry": geometry, "properties": properties}
+    return json.dumps({"type": "FeatureCollection", "features": [one], **members})
+
+
+def test_what_could_be_a_map_is_never_read_as_pixels(tmp_path, map_tif):
+    """QuPath's keys, where the image of that name, or any if none has it, lies on the map."""
+    file = tmp_path / "map.geojson"
+    crs = {"type": "name", "properties": {"name": UTM}}
+    degrees = transformed(UTM, "OGC:CRS84", {"type": "Polygon", "coordinates": [box(*FIELD)]})
+    for text in of_qupath(degrees["coordinates"][0]), of_qupath(box(*FIELD), crs=crs):
+        file.write_text(text)
+        found, labels = drawn(tmp_path, file)
+        assert (found.format, found.classes) == ("GeoJSON", ("background", "field"))
+        assert (labels["map.tif"][20:70, 10:60] == 1).all()
+        assert labels["map.tif"].sum() == 50 * 50
+    pixels = box(*FIELD, Affine.scale(1, 2))
+    file.write_text(of_qupath(pixels))
+    with pytest.raises(DataError, match=r"pixels are read of QuPath alone .* have no georeference"):
+        drawn(tmp_path, file)
+    # With a crs it is of the map, and without an image of the map nothing lies there.
+    raster(map_tif, Affine.identity(), crs=None)
+    file.write_text(of_qupath(box(*FIELD), crs=crs))
+    with pytest.raises(DataError, match="no outline lies on an image with a georeference"):
+        drawn(tmp_path, file)
+    # Another image on the map says nothing of one that has the name.
+    raster(tmp_path / "images/other.tif")
+    file.write_text(of_qupath(box(*FIELD, Affine.identity())))
+    found = read_annotations([file], tmp_path / "images")
+    assert (found.format, [x.name for x in found.images]) == ("QuPath", ["map.tif"])
+
+
+def test_outlines_of_qupath_become_an_experiment(tmp_path, lab):
+    for i in range(4):
+        raster(tmp_path / f"qp/images/{i}.tif", Affine.identity(), crs=None)
+        (tmp_path / "qp/geojson").mkdir(exist_ok=True)
+        field = box(10 + i, 20, 60, 70, Affine.identity())
+        (tmp_path / f"qp/geojson/{i}.geojson").write_text(of_qupath(field))
+    lab.done("init", tmp_path / "qp", "--output", tmp_path / "mine")
+    data, shown = load_config(tmp_path / "mine/config.yaml").data, {}
+    for split in (data.train_split, data.eval_split):
+        dataset = open_dataset(data, split)
+        assert dataset.classes.names == ("background", "field")
+        shown |= {dataset.pairs[i].image.stem: dataset[i][1] for i in range(len(dataset))}
+    for i in range(4):
+        expected = np.zeros((H, W), np.uint8)
+        expected[20:70, 10 + i : 60] = 1
+        np.testing.assert_array_equal(shown[str(i)], expected)
+
+
 @pytest.fixture
 def polygons(tmp_path):
     """`polygons(pixels)`: what is written of such labels, and the features."""

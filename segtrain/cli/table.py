@@ -764,8 +764,9 @@ COMMANDS = (
         _JOBS,
         description="Draw label maps from annotations of COCO (polygons, RLE), LabelMe, CVAT "
         "for images,\nLabel Studio (JSON), Supervisely, VIA, YOLO (outlines), a table of run "
-        "lengths or GeoJSON,\nand write the class file and the list of pairs. Or cut volumes "
-        "(NIfTI, DICOM,\nTIFF stacks) and their labels into slices, with lists of whole patients.\n"
+        "lengths, GeoJSON\nor QuPath, and write the class file and the list of pairs. Or cut "
+        "volumes (NIfTI, DICOM,\nTIFF stacks) and their labels into slices, with lists of whole "
+        "patients.\n"
         "Needs pycocotools: pip install '.[annotations]'; of GeoJSON rasterio: '.[geo]';\n"
         "of volumes nibabel and SimpleITK: '.[medical]'.",
         examples="segtrain data import annotations/instances_train.json --images "

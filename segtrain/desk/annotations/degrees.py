@@ -1,7 +1,4 @@
-"""Outlines in other systems of coordinates; in degrees cut at the antimeridian, closed at a pole.
-
-As RFC 7946, 3.1.9, has it.
-"""
+"""Outlines in degrees, cut at the antimeridian as RFC 7946, 3.1.9, has it, and closed at a pole."""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -25,10 +22,7 @@ _QUARTER, _GRID_DEGREES = 90.0, 1e-9
 
 
 def moved(shape: Any, system: Any, other: Any) -> Any:
-    """A shapely geometry in another coordinate system, its edges as in the first one.
-
-    DataError: the projection does not reach there.
-    """
+    """A shapely geometry in another system, its edges as in the first; DataError: not mapped."""
     import shapely
 
     rasterio = geo_library("outlines")

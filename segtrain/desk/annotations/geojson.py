@@ -5,7 +5,6 @@ have. Outlines name no image: each raster with a georeference gets those that li
 inside an outline if its centre is, as `rasterio.features.rasterize` has it.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -18,18 +17,23 @@ from segtrain.data.read.find import IMAGE_SUFFIXES, visible_files
 from segtrain.data.read.georeference import DEGREES, geo_library, opened_raster
 from segtrain.desk.annotations.degrees import TWO_WAYS, have_two_ways, moved
 from segtrain.desk.annotations.draw import Overlap
+from segtrain.desk.annotations.qupath import class_of, features_of
 from segtrain.desk.annotations.regions import IGNORED, Annotated, Findings, Region, read_text
 from segtrain.errors import DataError
+from segtrain.files import parse_json
 from segtrain.text import first_of
 from segtrain.types import IGNORE_INDEX
 
-_CLASS_WORDS = ("class", "classname", "class_name", "label", "category")
+_CLASS_WORDS = ("class", "classname", "class_name", "label", "category", "classification")
 _SYSTEMS = "EPSG:", "ESRI:", "OGC:", "urn:", "http://www.opengis.net/def/crs/"
 _NONE = "none"
-_NO_DEGREES = "coordinates are no degrees, and no member crs says what they are"
+_NO_DEGREES = (
+    "coordinates are no degrees, and no member crs says what they are; pixels are read of QuPath "
+    "alone (classification.name), where images of the same names have no georeference"
+)
 _SWAPPED = (
-    "outlines would lie on this image with x and y swapped: expected longitude, then latitude "
-    "(RFC 7946), or x, then y, of the system that crs names; write them in this order"
+    "outlines would lie on this image with x and y swapped; write longitude before latitude (RFC "
+    "7946), or x before y of the system that crs names"
 )
 _MARGIN = 0.1
 _STRIP_PX = 1 << 26
@@ -53,14 +57,13 @@ def read(
 ) -> tuple[list[str], list[Annotated]]:
     """As `AnnotationFormat.read`: no classes, and one Annotated with all regions of the file.
 
-    attribute: the property that names the class; None: the only one that may. swapped: as if y
-    stood before x.
+    attribute: the property that names the class; None: the only one that may. swapped: y is first.
     """
     geo_library(path)
     import shapely
 
-    content = json.loads(read_text(path))
-    features = content["features"] if content["type"] == "FeatureCollection" else [content]
+    content = parse_json(read_text(path))
+    features = features_of(content)
     names = _class_names(path, [entry.get("properties") or {} for entry in features], attribute)
     system = _system(content)
     is_geographic = geo_library(path).crs.CRS.from_user_input(system).is_geographic
@@ -108,8 +111,8 @@ def _class_names(
     """
     seen: dict[str, list[str]] = {}
     for key, value in chain.from_iterable(of_feature.items() for of_feature in properties):
-        if isinstance(value, str | int):
-            seen.setdefault(key, []).append(str(value))
+        if (said := class_of(value)) is not None:
+            seen.setdefault(key, []).append(said)
     called = [key for key in seen if key.casefold() in _CLASS_WORDS]
     key = attribute or (called[0] if len(called) == 1 else None)
     # A property whose values repeat is a class; one that differs everywhere may be an id.
@@ -125,13 +128,12 @@ def _class_names(
             f"{wrong}which property names the class? {ways or 'there is none'}; choose by "
             f"--attribute, or --attribute {_NONE}: all are one class"
         )
-    values = (of_feature.get(key) for of_feature in properties)
-    return [str(value) if isinstance(value, str | int) else None for value in values]
+    return [class_of(of_feature.get(key)) for of_feature in properties]
 
 
-def _system(found: dict[str, Any]) -> str:
+def _system(found: Any) -> str:
     """The coordinate system that the file says; ValueError: one that GDAL would fetch."""
-    crs = found.get("crs")
+    crs = found.get("crs") if isinstance(found, dict) else None
     name = str(crs["properties"]["name"]) if crs else DEGREES
     # GDAL would open a URL or a file that is named here: only codes are passed on.
     if not name.startswith(_SYSTEMS):
@@ -153,8 +155,7 @@ def place_on_map(
 ) -> tuple[list[Annotated], int]:
     """The rasters below `folder` that regions lie on, with these in their pixels.
 
-    Also returns how many other images there are. Findings: no raster, or no region lies on one;
-    coordinates are no degrees, or x and y are swapped.
+    Also returns how many other images there are. Findings: no raster, or no region lies on one.
     """
     import shapely
 
@@ -200,9 +201,9 @@ def _swapped(files: Iterable[Path], rasters: Mapping[str, _Raster]) -> str:
     found: list[Region] = []
     for file in files:
         with suppress(DataError):  # the projection does not reach there
-            found += read(file, Findings(), attribute=_NONE, swapped=True)[1][0].regions
-    regions = (region for region in found if _are_degrees([region]))
-    tree = shapely.STRtree([shapely.Polygon(region.polygons[0]) for region in regions])
+            regions = read(file, Findings(), attribute=_NONE, swapped=True)[1][0].regions
+            found += regions if _are_degrees(regions) else ()
+    tree = shapely.STRtree([shapely.Polygon(region.polygons[0]) for region in found])
     hits = (x for x in rasters if len(tree.query(rasters[x].around, predicate="intersects")))
     return next(hits, "")
 

@@ -23,6 +23,7 @@ from segtrain.desk.annotations import (
     geojson,
     label_studio,
     labelme,
+    qupath,
     rle_table,
     supervisely,
     via,
@@ -94,11 +95,13 @@ FORMATS: dict[str, AnnotationFormat] = {
     "CVAT": AnnotationFormat((".xml",), rb".*<annotations\b", cvat.read, "order"),
     "GeoJSON": AnnotationFormat(
         (".geojson", ".json"),
-        rb'\s*\{.*"type"\s*:\s*"Feature(Collection)?"',
+        rb'\s*[\[{].*"type"\s*:\s*"Feature(Collection)?"',
         geojson.read,
         "order",
         on_map=True,
     ),
+    # It is found as GeoJSON; `qupath.are_in_pixels` tells.
+    "QuPath": AnnotationFormat((), b"", qupath.read, "area"),
     "YOLO": AnnotationFormat((".yaml", ".yml"), rb"(.*\n)?names\s*:", yolo.read, "area"),
     "RLE table": AnnotationFormat(
         (".csv",),
@@ -218,6 +221,10 @@ def read_annotations(
     """
     sources = _comparable(sources) if images is None else sources
     by_kind = _files_by_format(sources)
+    folder = _image_folder(sources) if images is None else images
+    with os_errors_as(DataError):
+        if "GeoJSON" in by_kind and qupath.are_in_pixels(by_kind["GeoJSON"], folder):
+            by_kind = {"QuPath": by_kind["GeoJSON"]}
     formats = [FORMATS[kind] for kind in by_kind]
     kinds = " and ".join(by_kind)
     on_map = formats[0].on_map
@@ -232,7 +239,6 @@ def read_annotations(
         refuse_unused({"missing": others_are_empty or None}, "missing", f"annotations of {kinds}")
     findings = Findings()
     declared, read = _read_files(by_kind, attribute, findings)
-    folder = _image_folder(sources) if images is None else images
     with os_errors_as(DataError):
         if on_map:
             placed, unnamed = geojson.place_on_map(read, folder, findings)

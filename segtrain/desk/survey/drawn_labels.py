@@ -61,7 +61,7 @@ def draw_annotations(
         if i or (pixels[0] and not keeps)
     ]
     sources = first_of((file.relative_to(survey.root) for file in files), 2)
-    pattern = f"{sources} ({annotations.format})"
+    pattern = f"{sources} ({kinds[0]})"
     files = label_files(annotations, keeps=keeps)
     labels = {image.name: (file,) for image, file in zip(annotations.images, files, strict=True)}
     made = LabelSet(pattern, "annotations", labels, {}, overlapping=keeps)

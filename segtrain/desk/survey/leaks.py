@@ -32,10 +32,7 @@ def check_groups(group: re.Pattern[str], train: Sequence[Image], val: Sequence[I
 def leak(
     survey: Survey, train: Sequence[Image], val: Sequence[Image], group: re.Pattern[str] | None
 ) -> str:
-    """A warning if many images to evaluate on have a near-duplicate among those to train on.
-
-    group: that the sides keep apart; None: no --group is given.
-    """
+    """A warning if many images to evaluate on have a near-duplicate among those to train on."""
     trained = {image.path for image in train}
     pairs = {*survey.similar, *shared_pixels(survey, [*train, *val])}
     if survey.moving:
