@@ -306,6 +306,40 @@ def test_outlines_of_qupath_become_an_experiment(tmp_path, lab):
         np.testing.assert_array_equal(shown[str(i)], expected)
 
 
+@pytest.mark.parametrize("where", ["beside", "far", "other outlines", "output"])
+def test_the_line_after_an_import_reads_the_same_files(tmp_path, lab, where):
+    root = tmp_path / "root"
+    is_beside = where in ("beside", "output")
+    folder = root / ("rasters" if is_beside else "some/rasters")
+    for i in range(3):
+        raster(folder / f"{i}.tif", NORTH_UP @ Affine.translation(200 * i, 0))
+    source = root / ("x.geojson" if is_beside else "some_outlines/x.geojson")
+    source.parent.mkdir(exist_ok=True)
+    at = [NORTH_UP @ Affine.translation(200 * i, 0) for i in range(3)]
+    found = [feature(box(*FIELD, x), crop="field one", id=i) for i, x in enumerate(at)]
+    collection(source, *found)
+    if where == "far":
+        raster(root / "other/map.tif")
+    if where == "other outlines":
+        collection(source.with_name("y.geojson"), feature(box(*POND), crop="pond"))
+    output = root / "drawn" if where == "output" else tmp_path / "drawn"
+    words = "data", "import", source, "--images", folder, "--attribute", "crop", "--output", output
+    said = lab.done(*words).out.splitlines()[-1].removeprefix("next: ")
+    if where == "beside":
+        assert said.startswith(f"segtrain init {root} --attribute crop writes")
+    else:
+        assert said.startswith(f"copy {source} into {folder}; then segtrain init {folder} --attr")
+        (folder / source.name).write_bytes(source.read_bytes())
+    command = said.rpartition("segtrain ")[2].removesuffix(" writes a config, with splits").split()
+    lab.done(*command, "--output", tmp_path / "mine")
+    data = load_config(tmp_path / "mine/config.yaml").data
+    datasets = [open_dataset(data, split) for split in (data.train_split, data.eval_split)]
+    assert {one.classes.names for one in datasets} == {("background", "field one")}
+    assert (
+        sorted(pair.image for one in datasets for pair in one.pairs) == sorted(folder.iterdir())[:3]
+    )
+
+
 @pytest.fixture
 def polygons(tmp_path):
     """`polygons(pixels)`: what is written of such labels, and the features."""

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from segtrain.desk.annotations import detect, label_maps, read_annotations, roi_files
+from segtrain.desk.annotations import AnnotationSet, detect, label_maps, read_annotations, roi_files
 from segtrain.desk.volumes.cases import find_all
 from segtrain.desk.volumes.cut import import_volumes
 from segtrain.errors import EXIT_OK, ConfigError, DataError, refuse_unused
@@ -78,13 +78,21 @@ def main(args: argparse.Namespace) -> int:
     order = ",".join(annotations.classes[1:])
     print(printable(f"--names {shlex.quote(order)} gives another import the same ids"))
     if annotations.is_one_format:  # else init asks which
-        both = os.path.commonpath(
-            [os.path.realpath(x) for x in (annotations.folder, *args.sources)]
-        )
-        names = f" --names {shlex.quote(','.join(args.names))}" if args.names else ""
-        command = f"segtrain init {shlex.quote(both)}{names}"
-        print(printable(f"next: {command} writes a config, with splits"))
+        print(printable(f"next: {_next_step(annotations, args)} writes a config, with splits"))
     return EXIT_OK
+
+
+def _next_step(found: AnnotationSet, args: argparse.Namespace) -> str:
+    """The init that reads these images and SOURCEs, and no others."""
+    paths = [os.path.realpath(x) for x in (found.folder, *args.sources)]
+    both, first = os.path.commonpath(paths), ""
+    own = {os.path.relpath(x, both) for x in paths}
+    # Outlines of a map name no images: others that lie there would be taken, too.
+    if found.on_map and both != paths[0] and {*os.listdir(both)} - own:
+        both, first = paths[0], f"copy {first_of(args.sources)} into {paths[0]}; then "
+    options = {"--names": ",".join(args.names or ()), "--attribute": args.attribute}
+    words = [x for option, said in options.items() if said for x in (option, said)]
+    return first + shlex.join(["segtrain", "init", both, *words])
 
 
 def _refuse_volumes(sources: Sequence[Path]) -> None:
