@@ -94,7 +94,8 @@ def test_two_series_of_a_folder_are_two_volumes(tmp_path):
             path.rename(tmp_path / f"data/{path.name}_{i}")
         (tmp_path / f"data/{i}").rmdir()
     found, others = find_volumes(tmp_path / "data")
-    assert ([one.name for one in found], others) == (["data_0", "data_1"], [])
+    assert others == []
+    assert len({one.name for one in found}) == 2
     for one in found:
         of = {path.name[-1] for path in one.files}
         pixels = read_stack(one, load_volume(one), 2).pixels[..., 0]
@@ -106,6 +107,36 @@ def test_two_series_of_a_folder_are_two_volumes(tmp_path):
         assert set(map(str, one.files)) == set(names)
         theirs.SetFileNames(names)
         np.testing.assert_array_equal(pixels[:, ::-1], sitk.GetArrayFromImage(theirs.Execute()))
+        assert one.name == f"data_{uid[-8:]}"
+
+
+@pytest.mark.parametrize("number", ["3", None, "same"])
+def test_series_of_a_folder_have_names_that_do_not_depend_on_the_call(tmp_path, number):
+    """Of PatientID and SeriesNumber, else of the SeriesInstanceUID; no name leaves the folder."""
+    uids = {}
+    for i, patient in enumerate(("../P/1", "P2")):
+        write_dicom(tmp_path / f"all/one/{i}", even(i)[0], patient=patient)
+        for path in [*(tmp_path / f"all/one/{i}").iterdir()]:
+            one = read_dicom(path)
+            one.PatientName, uids[patient] = "Secret^Anna", str(one.SeriesInstanceUID)
+            one.PatientID = "same" if number == "same" else patient
+            if number:
+                one.SeriesNumber = "3" if number == "same" else str(i + 3)
+            one.save_as(tmp_path / f"all/one/{path.name}_{i}")
+            path.unlink()
+    ends = [f"{x}_{uids[p][-8:]}" for x, p in (("P-1", "../P/1"), ("P2", "P2"))]
+    if number == "same":
+        ends = [f"same_{uid[-8:]}" for uid in uids.values()]
+    ends = {"3": ["P-1_3", "P2_4"]}.get(number, ends)
+    write_dicom(tmp_path / "all/another", even(2)[0])
+    alone, _ = find_volumes(tmp_path / "all/one")
+    beside, _ = find_volumes(tmp_path / "all")
+    assert {x.name for x in alone} == {f"one_{x}" for x in ends}
+    assert {x.name for x in beside} == {"another", *(f"one_{x}" for x in ends)}
+    for one in alone:
+        uid = str(read_dicom(one.files[0]).SeriesInstanceUID)
+        assert one.about.endswith(f"SeriesInstanceUID {uid}")
+        assert "Anna" not in one.about
 
 
 def test_files_of_no_series_are_named(tmp_path, capfd):
@@ -120,7 +151,7 @@ def test_files_of_no_series_are_named(tmp_path, capfd):
     assert cut(tmp_path) == 0
     said = capfd.readouterr()
     (line,) = [x for x in (said.out + said.err).splitlines() if "of no volume" in x]
-    assert line.startswith("warning: 2 files are of no volume, and left out: ")
+    assert line.startswith("warning: 2 files are of no volume, and left out; a volume is short if ")
     assert line.endswith(f"{tmp_path}/data/REPORT, {tmp_path}/data/p0/ct/zeros")
 
 
@@ -165,8 +196,51 @@ def test_a_file_that_is_no_slice_is_one_line_that_names_it(tmp_path, capfd, kind
 def test_a_name_that_is_no_unicode_is_refused(tmp_path):
     write_dicom(tmp_path / "ct", even()[0])
     os.rename(tmp_path / "ct/IM007", os.fsencode(tmp_path / "ct") + b"/\xff")
+    (volume,), _ = find_volumes(tmp_path)
     with pytest.raises(DataError, match=r"ct/.*: damaged DICOM file"):
-        find_volumes(tmp_path)
+        load_volume(volume)
+
+
+@pytest.mark.parametrize("kind", ["pixels", "header", "no UID", "implicit", "a report"])
+def test_a_damaged_slice_belongs_to_its_series_alone(tmp_path, kind):
+    """In a folder of two series, and beside another folder; a report is of none."""
+    from pydicom import dcmwrite
+    from pydicom.uid import ImplicitVRLittleEndian
+
+    for i, at in enumerate(("two/0", "two/1", "good")):
+        write_dicom(tmp_path / at, even(i)[0])
+    for path in [*(tmp_path / "two").rglob("IM*")]:
+        path.rename(path.parent.parent / f"{path.parent.name}_{path.name}")
+    path = tmp_path / "two/1_IM035"  # the last slice: without it steps are even
+    one = read_dicom(path)
+    uid, content = str(one.SeriesInstanceUID), path.read_bytes()
+    if kind == "implicit":
+        one.file_meta.TransferSyntaxUID = ImplicitVRLittleEndian
+        dcmwrite(path, one, implicit_vr=True, little_endian=True)
+        content = path.read_bytes()
+    if kind == "a report":
+        one.SOPClassUID = one.file_meta.MediaStorageSOPClassUID = "1.2.840.10008.5.1.4.1.1.88.22"
+        del one.PixelData, one.Rows, one.Columns
+        one.save_as(path)
+    else:
+        end = {"header": content.find(b"MONOCHROME"), "no UID": content.find(uid.encode()) - 8}
+        path.write_bytes(content[: end.get(kind, -200)])
+    found, lines = find_volumes(tmp_path)
+    damaged = []
+    for volume in found:
+        if path in volume.files:
+            damaged.append(volume.about.rpartition(" ")[2])
+            with pytest.raises(DataError, match=f"{path}: damaged DICOM file"):
+                load_volume(volume, headers_only=True)
+        else:
+            assert load_volume(volume, headers_only=True) is None
+    uids = [x.about.rpartition(" ")[2] for x in found if x.name.startswith("two")]
+    # Where nothing tells which series it is of, both may be a slice short.
+    assert damaged == {"no UID": uids, "a report": []}.get(kind, [uid])
+    assert len(uids) == 2
+    if kind == "a report":
+        assert "1 file is of no volume" in lines.pop()
+    assert lines == []
 
 
 @pytest.mark.parametrize(

@@ -609,11 +609,14 @@ def test_a_damaged_header_stops_no_other_volume(slices_of_three, tmp_path, capsy
     path = new / "cut.nii.gz"
     path.write_bytes(path.read_bytes()[:200])  # within the header
     write_nifti(new / "times.nii", np.zeros((9, 8, 2, 3), np.int16))
+    write_dicom(new / "ct", phantom(7)[0])
+    (new / "ct/IM014").write_bytes((new / "ct/IM014").read_bytes()[:-200])
     capsys.readouterr()
     words = "--output", tmp_path / "found", "--overwrite"
     assert run("predict", model, new, *words) == 3
     said = capsys.readouterr()
-    assert "2 of 4 volumes: " in said.out
+    assert "2 of 5 volumes: " in said.out
+    assert f"{new}/ct/IM014: damaged DICOM file" in said.err
     assert f"{path}: damaged volume" in said.err
     assert f"{new}/times.nii: expected a volume of single numbers, found 9x8x2x3" in said.err
     found = {x.name: nib.load(x) for x in (tmp_path / "found/labels").iterdir()}

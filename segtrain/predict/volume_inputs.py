@@ -188,7 +188,8 @@ def _predict_volume(
                 path.unlink(missing_ok=True)  # of an earlier prediction
     number, height, width = labels.shape
     step = f", {stack.spacing[0]:.3g} {stack.unit} apart" if stack.unit else ""
-    lines = [f"{place}: {number} slices of {height}x{width} along {AXES[axis]}{step}"]
+    which = f" ({file.name}: {file.about})" if file.about else ""
+    lines = [f"{place}: {number} slices of {height}x{width} along {AXES[axis]}{step}{which}"]
     lines += [f"warning: {place}: {note}" for note in doubts if note]
     if not job.tables.table:
         return notes, [], lines

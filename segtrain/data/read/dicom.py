@@ -2,10 +2,11 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,16 +14,45 @@ from segtrain.data.read.decode import damage_named, printed_lines
 from segtrain.errors import ConfigError, DataError
 from segtrain.text import first_of, install_line, printable
 
-PATIENT, SERIES = "0010|0020", "0020|000e"
 # The first data element where a DICOM file has no preamble: its group, and a VR or a short length.
 _ELEMENT = re.compile(rb"[\2\10]\0.\0([A-Z]{2}|..\0\0)", re.DOTALL)
 _PIXEL_DATA = b"\xe0\x7f\x10\0"  # the tag, which reports, outlines and directories do not have
 _FILLED = re.compile(r"Corrupt JPEG data: (\d+) extraneous bytes before marker 0xd9")
 _MOST_FILLED = 16  # bytes
+# In the bytes of a file whose header cannot be read: a tag, and the length of its UID.
+_RAW_CLASS, _RAW_SERIES = (
+    re.compile(b"(?:%b)(?:UI(..)|(..)\\0\\0)" % tag, re.DOTALL)
+    for tag in (rb"\x02\0\x02\0|\x08\0\x16\0", rb"\x20\0\x0e\0")
+)
+_PATIENT, _SERIES, _CLASS, _NUMBER = "0010|0020", "0020|000e", "0008|0016", "0020|0011"
 _KIND = "0028|0004"
 _THICKNESS, _POSITION, _TURN, _SPACING = "0018|0050", "0020|0032", "0020|0037", "0028|0030"
 # Steps between slices may differ by this fraction, and numbers that files round to six digits.
 _STEP, _ROUNDED = 0.05, 1e-4
+
+
+class Series(NamedTuple):
+    """The files of one folder with one SeriesInstanceUID.
+
+    patient, number: PatientID and SeriesNumber. kind: the SOPClassUID. They are empty where files
+    say none or cannot be read. name: what tells it from the others of the folder; empty: it is the
+    only one.
+    """
+
+    folder: Path
+    uid: str
+    files: tuple[Path, ...]
+    patient: str = ""
+    number: str = ""
+    kind: str = ""
+    name: str = ""
+
+    @property
+    def about(self) -> str:
+        """Which one it is, without the name of a patient."""
+        said = {"PatientID": self.patient, "SeriesNumber": self.number}
+        said["SeriesInstanceUID"] = self.uid
+        return ", ".join(f"{key} {printable(value or 'not said')}" for key, value in said.items())
 
 
 def dicom_library() -> ModuleType:
@@ -43,8 +73,68 @@ def is_dicom(path: Path) -> bool:
     return start[128:] == b"DICM" or _ELEMENT.match(start) is not None
 
 
+def find_series(paths: Iterable[Path]) -> tuple[list[Series], list[Path]]:
+    """The series of DICOM files, and the files of none.
+
+    A file that cannot be read belongs to the series of its folder that it may be a slice of: they
+    are refused when they are loaded, as they would be a slice short.
+    """
+    found: dict[tuple[Path, str], Series] = {}
+    broken: list[Path] = []
+    for path in paths:
+        try:
+            header = header_of(path)
+        except DataError:
+            broken.append(path)
+            continue
+        uid, *said = (value_of(header, key) for key in (_SERIES, _PATIENT, _NUMBER, _CLASS))
+        one = found.get((path.parent, uid), Series(path.parent, uid, (), *said))
+        found[path.parent, uid] = one._replace(files=(*one.files, path))
+    alone = []
+    for path in broken:
+        content = path.read_bytes()
+        uid, kind = _raw_uid(content, _RAW_SERIES), _raw_uid(content, _RAW_CLASS)
+        fits = [
+            key
+            for key, one in found.items()
+            if one.folder == path.parent and uid in ("", one.uid) and kind in ("", one.kind)
+        ]
+        if not fits and _PIXEL_DATA in content:
+            fits = [(path.parent, uid)]
+        for key in fits:
+            one = found.get(key, Series(*key, (), kind=kind))
+            found[key] = one._replace(files=(*one.files, path))
+        alone += [] if fits else [path]
+    by_folder: dict[Path, list[Series]] = defaultdict(list)
+    for _, one in sorted(found.items()):
+        by_folder[one.folder].append(one)
+    return [one for beside in by_folder.values() for one in _named(beside)], alone
+
+
+def _named(beside: Sequence[Series]) -> list[Series]:
+    """The series of a folder with names that are the same in each call."""
+    ways = (
+        [one.number and f"{one.patient}_{one.number}" for one in beside],
+        [one.uid and f"{one.patient}_{one.uid[-8:]}" for one in beside],
+        [one.uid or "none" for one in beside],
+    )
+    for way in ways if len(beside) > 1 else ():
+        names = [re.sub(r"[^\w-]+", "-", name).strip("_-") for name in way]
+        if "" not in names and len({x.casefold() for x in names}) == len(names):
+            return [one._replace(name=x) for one, x in zip(beside, names, strict=True)]
+    return [*beside]
+
+
+def _raw_uid(content: bytes, key: re.Pattern[bytes]) -> str:
+    """The first UID behind a tag in the bytes of a file; empty: none is found."""
+    if (found := key.search(content)) is None:
+        return ""
+    length = int.from_bytes(found[1] or found[2], "little")
+    return content[found.end() :][:length].decode("ascii", "replace").strip(" \0")
+
+
 def header_of(path: Path) -> Any:
-    """A reader of SimpleITK that has read the header; None: the file has no picture."""
+    """A reader of SimpleITK that has read the header; DataError: it cannot, or has no picture."""
     reader = dicom_library().ImageFileReader()
     reader.SetImageIO("GDCMImageIO")
     with damage_named(path, "DICOM file"):
@@ -53,8 +143,6 @@ def header_of(path: Path) -> Any:
         try:
             reader.ReadImageInformation()
         except RuntimeError as error:  # its text names files of C++
-            if _PIXEL_DATA not in path.read_bytes():
-                return None
             raise DataError(f"{printable(path)}: damaged DICOM file") from error
     return reader
 

@@ -6,7 +6,6 @@ is above; along x and y, the head is. Values are those of the file times its sca
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,13 +16,10 @@ import numpy as np
 
 from segtrain.data.read.decode import damage_named, number_dtype
 from segtrain.data.read.dicom import (
-    PATIENT,
-    SERIES,
-    header_of,
+    find_series,
     is_dicom,
     ordered,
     slice_values,
-    value_of,
 )
 from segtrain.data.read.find import IMAGE_SUFFIXES
 from segtrain.data.read.tiff import check_pages
@@ -52,13 +48,14 @@ class VolumeFile(NamedTuple):
     """A volume that was found.
 
     name: a relative path without suffix. files: of a series of DICOM; else `path` alone.
-    patient: as DICOM says; empty: nobody says.
+    patient: as DICOM says; empty: nobody says. about: of a series, which one it is.
     """
 
     path: Path
     name: str
     files: tuple[Path, ...]
     patient: str = ""
+    about: str = ""
 
     @property
     def is_tiff(self) -> bool:
@@ -115,14 +112,13 @@ def find_volumes(source: Path, *, stacks: bool = False) -> tuple[list[VolumeFile
     """The volumes at `source`, a file or a folder searched to any depth; none: an empty list.
 
     Also what to say of DICOM files without a picture, and of what lies beside a series and is not
-    of it. stacks: also TIFFs with several pages.
+    of it. stacks: also TIFFs with several pages. A damaged file is named when it is loaded.
 
-    DataError: a folder cannot be read, or a DICOM file is damaged.
+    DataError: a folder cannot be read, or a TIFF is damaged.
     """
     volumes: list[VolumeFile] = []
     others: list[Path] = []
-    alone: list[Path] = []
-    series: dict[tuple[Path, str], list[tuple[Path, str]]] = defaultdict(list)
+    slices: list[Path] = []
     with os_errors_as(DataError):
         is_folder = source.is_dir()
         files = [source]
@@ -135,25 +131,20 @@ def find_volumes(source: Path, *, stacks: bool = False) -> tuple[list[VolumeFile
             if kind in _NIFTI or (stacks and kind in _TIFF and _num_pages(path) > 1):
                 volumes.append(VolumeFile(path, name, (path,)))
             elif kind not in IMAGE_SUFFIXES and path.is_file():
-                if not is_dicom(path):
-                    others.append(path)
-                elif (header := header_of(path)) is None:
-                    alone.append(path)
-                else:
-                    uid, patient = (value_of(header, key) for key in (SERIES, PATIENT))
-                    series[path.parent, uid].append((path, patient))
-    folders = [folder for folder, _ in series]
-    for number, ((folder, _), members) in enumerate(sorted(series.items())):
+                (slices if is_dicom(path) else others).append(path)
+        found, alone = find_series(slices)
+    for one in found:
         single = source.stem if _suffix(source) in (".dcm", ".ima") else source.name
-        name = folder.relative_to(source).as_posix() if is_folder else single
-        name = folder.name if name == "." else name
-        # A folder may hold several series.
-        name += f"_{number}" if folders.count(folder) > 1 else ""
-        paths = tuple(path for path, _ in members)
-        volumes.append(VolumeFile(folder, name, paths, members[0][1]))
+        name = one.folder.relative_to(source).as_posix() if is_folder else single
+        name = one.folder.name if name == "." else name
+        name += f"_{one.name}" if one.name else ""  # a folder may hold several
+        volumes.append(VolumeFile(one.folder, name, one.files, one.patient, one.about))
+    folders = {one.folder for one in found}
     alone = sorted([*alone, *(path for path in others if path.parent in folders)])
     what = counted(len(alone), "file is of no volume", "files are of no volume")
-    return volumes, [f"warning: {what}, and left out: {first_of(alone, 5)}"] if alone else []
+    short = "a volume is short if one was its slice"
+    lines = [f"warning: {what}, and left out; {short}: {first_of(alone, 5)}"] if alone else []
+    return volumes, lines
 
 
 def _num_pages(path: Path) -> int:
