@@ -267,6 +267,54 @@ def test_a_slice_that_does_not_go_with_the_others_is_named(tmp_path, key, value,
         load_volume(volume)
 
 
+@pytest.mark.parametrize("places", [["IM014"], ["IM007", "IM014"], None])
+@pytest.mark.parametrize(
+    "keyword", ["ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing"]
+)
+def test_what_some_slices_do_not_say_is_named(tmp_path, keyword, places):
+    """All may lack spacing and orientation, but not their places."""
+    write_dicom(tmp_path / "ct", even()[0])
+    for name in places or [path.name for path in (tmp_path / "ct").iterdir()]:
+        one = read_dicom(tmp_path / "ct" / name)
+        delattr(one, keyword)
+        one.save_as(tmp_path / "ct" / name)
+    (volume,), _ = find_volumes(tmp_path)
+    if places is None and keyword != "ImagePositionPatient":
+        load_volume(volume)
+        return
+    which = ".*" if places is None else f"ct: {', '.join(places)}"
+    with pytest.raises(DataError, match=f"{which}: no {keyword}; write it there"):
+        load_volume(volume)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "images", "said"),
+    [
+        ([1, 2, 3, 4, 5, 6], None, None),
+        ([5, 4, 3, 2, 1, 0], "6", None),
+        ([2, 3, 4, 5, 6, 7], None, "6 slices, whose InstanceNumber goes from 2 to 7: is one miss"),
+        ([0, 1, 2, 3, 4, 6], None, "6 slices, whose InstanceNumber goes from 0 to 6: is one miss"),
+        ([1, 1, 1, 1, 1, 1], None, None),
+        ([9, None, 10, 11, 12, 13], None, None),
+        ([1, 2, 3, 4, 5, 6], "7", "6 slices, and ImagesInAcquisition says 7: are some missing?"),
+    ],
+)
+def test_a_series_without_its_first_or_last_slice_is_said_to_be_short(
+    tmp_path, capsys, numbers, images, said
+):
+    values, label = even()
+    write_dicom(tmp_path / "data/p0/ct", values)
+    write_nifti(tmp_path / "data/p0/seg.nii", label)
+    for number, path in zip(numbers, by_position(tmp_path / "data/p0/ct"), strict=True):
+        one = read_dicom(path)
+        one.InstanceNumber, one.ImagesInAcquisition = number, images
+        one.save_as(path)
+    assert cut(tmp_path) == 0
+    lines = [x for x in capsys.readouterr().out.splitlines() if "missing" in x]
+    start = f"warning: {tmp_path}/data/p0/ct: {said}"
+    assert [x.startswith(start) for x in lines] == [True] * (said is not None)
+
+
 @pytest.mark.parametrize("kind", ["12 bits, lossy", "filled up"])
 def test_a_decoder_that_tries_or_is_given_more_than_it_needs_is_no_damage(tmp_path, kind):
     """Values beside those of imagecodecs."""

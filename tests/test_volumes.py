@@ -577,6 +577,11 @@ def test_volumes_that_would_be_wrong_in_silence_are_named(slices_of_three, tmp_p
     for name, axes in {"cut": "RAS", "cut_too": "LPS"}.items():
         path = write_nifti(new / f"{name}.nii.gz", values, axes=axes)
         path.write_bytes(path.read_bytes()[:-2000])
+    write_dicom(new / "short", values)
+    for path in (new / "short").iterdir():
+        one = read_dicom(path)
+        one.InstanceNumber = 2 + round((one.ImagePositionPatient[2] - RAS[2, 3]) / 3)
+        one.save_as(path)
     capsys.readouterr()
     words = "predict", model, new, "--output", tmp_path / "found", "--table", tmp_path / "t.csv"
     assert run(*words) == 3
@@ -584,7 +589,8 @@ def test_volumes_that_would_be_wrong_in_silence_are_named(slices_of_three, tmp_p
     for name in ("cut", "cut_too"):
         assert f"{new}/{name}.nii.gz: damaged volume" in said.err
     names = {x.split(",")[0] for x in (tmp_path / "t.csv").read_text().splitlines()[1:]}
-    assert names == {*["analyze", "bytes", "good", "mirrored", "near", "one", "thin", "window"]}
+    assert names == {*"analyze bytes good mirrored near one short thin window".split()}
+    assert f"{new}/short: 12 slices, whose InstanceNumber goes from 2 to 13: is one" in said.out
     found = re.findall(rf"^warning: {new}/(\w+)\.nii\S*: (.*)$", said.out, flags=re.MULTILINE)
     thin = "voxels of 1.88x0.7x0.8 mm (slices, rows, columns), the nearest of the training of "
     trained_on = "values from 0 to 254, and the model was trained on values of [-"

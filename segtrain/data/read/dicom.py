@@ -12,7 +12,7 @@ import numpy as np
 
 from segtrain.data.read.decode import damage_named, printed_lines
 from segtrain.errors import ConfigError, DataError
-from segtrain.text import first_of, install_line, printable
+from segtrain.text import counted, first_of, install_line, printable
 
 # The first data element where a DICOM file has no preamble: its group, and a VR or a short length.
 _ELEMENT = re.compile(rb"[\2\10]\0.\0([A-Z]{2}|..\0\0)", re.DOTALL)
@@ -25,8 +25,13 @@ _RAW_CLASS, _RAW_SERIES = (
     for tag in (rb"\x02\0\x02\0|\x08\0\x16\0", rb"\x20\0\x0e\0")
 )
 _PATIENT, _SERIES, _CLASS, _NUMBER = "0010|0020", "0020|000e", "0008|0016", "0020|0011"
-_KIND = "0028|0004"
+_KIND, _INSTANCE, _IMAGES = "0028|0004", "0020|0013", "0020|1002"
 _THICKNESS, _POSITION, _TURN, _SPACING = "0018|0050", "0020|0032", "0020|0037", "0028|0030"
+_PLACES = {
+    _POSITION: "ImagePositionPatient",
+    _TURN: "ImageOrientationPatient",
+    _SPACING: "PixelSpacing",
+}
 # Steps between slices may differ by this fraction, and numbers that files round to six digits.
 _STEP, _ROUNDED = 0.05, 1e-4
 
@@ -159,10 +164,18 @@ def _numbers(header: Any, key: str, *default: float) -> np.ndarray:
         return np.array(text.split("\\") if text else default, float).reshape(len(default))
 
 
-def ordered(folder: Path, files: Sequence[Path]) -> tuple[list[Any], np.ndarray, str]:
-    """The headers of a DICOM series in order of their positions, its affine, why no spacing."""
+def ordered(folder: Path, files: Sequence[Path]) -> tuple[list[Any], np.ndarray, dict[str, str]]:
+    """The headers of a DICOM series in order of their positions, its affine, and what is doubtful.
+
+    That is `no_spacing`, why it has none, and `missing`, why a slice may be: empty: nothing is.
+    """
     place = printable(folder)
     headers = [header_of(path) for path in files]
+    for key, keyword in _PLACES.items():
+        lack = [i for i, header in enumerate(headers) if not value_of(header, key)]
+        if lack and len(files) > 1 and (key == _POSITION or len(lack) < len(files)):
+            which = first_of(files[i].name for i in lack)
+            raise DataError(f"{place}: {which}: no {keyword}; write it there, or move it away")
     turns = np.stack([_numbers(x, _TURN, 1, 0, 0, 0, 1, 0) for x in headers])
     spacings = np.stack([_numbers(x, _SPACING, 1, 1) for x in headers])
     positions = np.stack([_numbers(x, _POSITION, 0, 0, 0) for x in headers])
@@ -187,7 +200,22 @@ def ordered(folder: Path, files: Sequence[Path]) -> tuple[list[Any], np.ndarray,
     needed = [_SPACING] if len(steps) else [_SPACING, _THICKNESS]
     is_said = all(value_of(header, key) for header in headers for key in needed)
     why = "" if is_said else "its files say no PixelSpacing, or one slice no SliceThickness"
-    return [headers[i] for i in order], affine, why
+    return [headers[i] for i in order], affine, {"no_spacing": why, "missing": _missing(headers)}
+
+
+def _missing(headers: Sequence[Any]) -> str:
+    """Why a slice at an end may be missing, where steps are even; empty: numbers say nothing."""
+    numbers = [value_of(header, _INSTANCE) for header in headers]
+    there = counted(len(headers), "slice", "slices")
+    if all(map(str.isdecimal, numbers)) and len({*map(int, numbers)}) == len(numbers):
+        first, last = min(map(int, numbers)), max(map(int, numbers))
+        if first > 1 or last - first >= len(numbers):
+            what = f"{there}, whose InstanceNumber goes from {first} to {last}"
+            return f"{what}: is one missing at an end?"
+    said = value_of(headers[0], _IMAGES)
+    if said.isdecimal() and int(said) > len(headers):
+        return f"{there}, and ImagesInAcquisition says {int(said)}: are some missing?"
+    return ""
 
 
 def _other_grid(grids: np.ndarray, names: Sequence[str]) -> str:

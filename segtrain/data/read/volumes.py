@@ -220,10 +220,9 @@ def _unit(image: Any) -> str:
     return _UNITS.get(int(image.header["xyzt_units"]) % 8, "mm")
 
 
-def _load_series(headers: Sequence[Any], affine: np.ndarray, why: str) -> Any:
-    slices = [slice_values(header) for header in headers]  # (rows, columns) each
-    options = {"extra": {"no_spacing": why}}
-    image = nifti_library().Nifti1Image(np.stack(slices).transpose(2, 1, 0), affine, **options)
+def _load_series(headers: Sequence[Any], affine: np.ndarray, extra: dict[str, str]) -> Any:
+    slices = np.stack([slice_values(header) for header in headers])  # (N, rows, columns)
+    image = nifti_library().Nifti1Image(slices.transpose(2, 1, 0), affine, extra=extra)
     image.header.set_xyzt_units("mm")
     return image
 
@@ -270,7 +269,8 @@ def read_stack(file: VolumeFile, image: Any, axis: int) -> Stack:
     # images count downwards, so the rows are reversed.
     pixels = np.moveaxis(voxels, axis, 0).transpose(0, 2, 1)[:, ::-1]
     ids = tuple(f"{AXES[axis]}{i:04d}" for i in range(len(pixels)))
-    note = "; ".join(filter(None, (unsure_sides(image), no_spacing(image))))
+    doubts = unsure_sides(image), no_spacing(image), image.extra.get("missing")
+    note = "; ".join(filter(None, doubts))
     stored = image.shape, image.affine.tolist(), int(image.header["xyzt_units"])
     steps, unit = (spacing[axis], rows, columns), "" if no_spacing(image) else _unit(image)
     return Stack(pixels[..., None], ids, steps, unit, turned.affine, note, stored)
