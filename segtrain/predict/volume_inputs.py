@@ -160,7 +160,7 @@ def _predict_volume(
     image = load_volume(file)
     axis = coarsest_axis(image) if data.slice_axis is None else AXES.index(data.slice_axis)
     stack = read_stack(file, image, axis)
-    doubts = image.extra.get("missing"), unsure_sides(image), _other_values(stack, job.ready)
+    doubts = image.extra["doubt"], unsure_sides(image), _other_values(stack, job.ready)
     doubts = *doubts, _other_spacing(stack, data)
     if job.ready.form.value_range is not None and stack.pixels.dtype == np.uint8:
         # One that needs no more bits than bytes, among others: data import keeps numbers as well.

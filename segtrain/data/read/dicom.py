@@ -167,7 +167,7 @@ def _numbers(header: Any, key: str, *default: float) -> np.ndarray:
 def ordered(folder: Path, files: Sequence[Path]) -> tuple[list[Any], np.ndarray, dict[str, str]]:
     """The headers of a DICOM series in order of their positions, its affine, and what is doubtful.
 
-    That is `no_spacing`, why it has none, and `missing`, why a slice may be: empty: nothing is.
+    no_spacing: why it has none. doubt: why a slice may be missing. Empty: nothing is doubtful.
     """
     place = printable(folder)
     headers = [header_of(path) for path in files]
@@ -200,7 +200,7 @@ def ordered(folder: Path, files: Sequence[Path]) -> tuple[list[Any], np.ndarray,
     needed = [_SPACING] if len(steps) else [_SPACING, _THICKNESS]
     is_said = all(value_of(header, key) for header in headers for key in needed)
     why = "" if is_said else "its files say no PixelSpacing, or one slice no SliceThickness"
-    return [headers[i] for i in order], affine, {"no_spacing": why, "missing": _missing(headers)}
+    return [headers[i] for i in order], affine, {"no_spacing": why, "doubt": _missing(headers)}
 
 
 def _missing(headers: Sequence[Any]) -> str:

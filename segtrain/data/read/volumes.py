@@ -5,10 +5,12 @@ patient (RAS+), whatever the order of the file. So a slice shows the same in all
 is above; along x and y, the head is. Values are those of the file times its scale.
 """
 
+import logging
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import get_ident
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -168,7 +170,7 @@ def load_volume(file: VolumeFile, *, headers_only: bool = False) -> Any:
     nibabel = nifti_library()
     if not file.path.exists():
         raise DataError(f"{printable(file.path)}: no such file")
-    with damage_named(file.path, "volume"):
+    with damage_named(file.path, "volume"), _logged() as said:
         image = nibabel.load(file.path)
         shape, dtype = image.shape, image.get_data_dtype()
     if dtype.kind not in "uif" or len(shape) < 3 or any(n != 1 for n in shape[3:]):
@@ -178,7 +180,27 @@ def load_volume(file: VolumeFile, *, headers_only: bool = False) -> Any:
         what = "its affine (sform or qform) gives voxels no volume; write the spacing there"
         raise DataError(f"{printable(file.path)}: {what}")
     # Further axes are of length 1 here.
-    return image if len(shape) == 3 else image.slicer[(..., *[0] * (len(shape) - 3))]
+    image = image if len(shape) == 3 else image.slicer[(..., *[0] * (len(shape) - 3))]
+    image.extra["doubt"] = f"its header was mended: {'; '.join(said)}" if said else ""
+    return image
+
+
+@contextmanager
+def _logged() -> Iterator[list[str]]:
+    """What nibabel logs inside, which names no file, in the place of lines on the terminal."""
+    lines, thread = [], get_ident()
+
+    def kept(record: logging.LogRecord) -> bool:
+        if record.thread == thread:
+            lines.append(printable(record.getMessage()))
+        return record.thread != thread
+
+    logger = nifti_library().imageglobals.logger
+    logger.addFilter(kept)
+    try:
+        yield lines
+    finally:
+        logger.removeFilter(kept)
 
 
 def no_spacing(image: Any) -> str:
@@ -269,7 +291,7 @@ def read_stack(file: VolumeFile, image: Any, axis: int) -> Stack:
     # images count downwards, so the rows are reversed.
     pixels = np.moveaxis(voxels, axis, 0).transpose(0, 2, 1)[:, ::-1]
     ids = tuple(f"{AXES[axis]}{i:04d}" for i in range(len(pixels)))
-    doubts = unsure_sides(image), no_spacing(image), image.extra.get("missing")
+    doubts = unsure_sides(image), no_spacing(image), image.extra["doubt"]
     note = "; ".join(filter(None, doubts))
     stored = image.shape, image.affine.tolist(), int(image.header["xyzt_units"])
     steps, unit = (spacing[axis], rows, columns), "" if no_spacing(image) else _unit(image)
