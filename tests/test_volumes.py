@@ -226,7 +226,7 @@ def test_an_organ_as_a_binary_label_is_a_class_and_no_patient_is_one(tmp_path, l
     lab.done("data", "import", tmp_path / "data", "--output", tmp_path / "cut")
     lab.done("init", tmp_path / "cut", "--output", tmp_path / "mine")
     config = load_config(tmp_path / "mine/config.yaml")
-    assert load_class_file(config.data.classes).names == ("background", "foreground")
+    assert load_class_file(config.data.classes).names == ("background", "ball")
     train, val = sides(tmp_path / "cut", r"(s\d+)")
     assert train | val == {f"s{i:04}" for i in range(4)}
     assert val

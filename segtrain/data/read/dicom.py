@@ -27,11 +27,8 @@ _RAW_CLASS, _RAW_SERIES = (
 _PATIENT, _SERIES, _CLASS, _NUMBER = "0010|0020", "0020|000e", "0008|0016", "0020|0011"
 _KIND, _INSTANCE, _IMAGES = "0028|0004", "0020|0013", "0020|1002"
 _THICKNESS, _POSITION, _TURN, _SPACING = "0018|0050", "0020|0032", "0020|0037", "0028|0030"
-_PLACES = {
-    _POSITION: "ImagePositionPatient",
-    _TURN: "ImageOrientationPatient",
-    _SPACING: "PixelSpacing",
-}
+_PLACES = {_POSITION: "ImagePositionPatient", _TURN: "ImageOrientationPatient"}
+_PLACES |= {_SPACING: "PixelSpacing"}
 # Steps between slices may differ by this fraction, and numbers that files round to six digits.
 _STEP, _ROUNDED = 0.05, 1e-4
 
@@ -55,9 +52,8 @@ class Series(NamedTuple):
     @property
     def about(self) -> str:
         """Which one it is, without the name of a patient."""
-        said = {"PatientID": self.patient, "SeriesNumber": self.number}
-        said["SeriesInstanceUID"] = self.uid
-        return ", ".join(f"{key} {printable(value or 'not said')}" for key, value in said.items())
+        said = f"PatientID {self.patient or 'not said'}, SeriesNumber {self.number or 'not said'}"
+        return printable(f"{said}, SeriesInstanceUID {self.uid or 'not said'}")
 
 
 def dicom_library() -> ModuleType:

@@ -2,8 +2,9 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from segtrain.desk.survey.file_names import MADE_WORDS, ROLE_WORDS, split_of, wo
 from segtrain.desk.survey.paired_names import matched
 from segtrain.desk.survey.pairs import Matches
 from segtrain.desk.survey.roles import roles_of
+from segtrain.desk.volumes.organ_masks import class_order, is_mask, missing_lines, organs_of
 from segtrain.errors import ConfigError, DataError
 from segtrain.text import counted, first_of, printable
 
@@ -30,7 +32,9 @@ class VolumeCase(NamedTuple):
     """A volume to cut.
 
     label: None: there are no labels. name: of the folder of its slices. group: what stays on one
-    side of the split. split: train, val or test, where a folder says so.
+    side of the split. split: train, val or test, where a folder says so. organs: the classes that
+    paths of labels tell, in the order of their ids, from 1. masks: that make the label together, by
+    organ, of which `label` is one; empty: it holds ids.
     """
 
     image: VolumeFile
@@ -38,6 +42,8 @@ class VolumeCase(NamedTuple):
     name: str
     group: str
     split: str | None
+    organs: tuple[str, ...] = ()
+    masks: Mapping[str, VolumeFile] = MappingProxyType({})
 
 
 def find_all(sources: Sequence[Path]) -> tuple[list[VolumeFile], list[str]]:
@@ -78,7 +84,8 @@ def find_cases(
     }
     roles = roles_of(names, facts)
     images, _, matches = matched(names, roles)
-    _check_one_each(matches)
+    organs = organs_of(matches.labels, {x.path: x for x in (*names, *images)})
+    _check_one_each(matches, are_masks=bool(organs))
     if "label" in roles.values() and not matches.labels:
         raise DataError(f"no label fits a volume by its name: {first_of(sorted(by_path), 4)}")
     made = [path for x, paths in of_pattern.items() if roles[x] == "made" for path in paths]
@@ -96,14 +103,33 @@ def find_cases(
     groups = groups_of(group, [x.name for x in files]) if group else _groups(files)
     # What a folder is called may be a hospital.
     _check_sides(groups if group else [file.patient for file in files], splits)
-    return list(map(VolumeCase, files, labels, shown, groups, splits)), lines
+    order = class_order(organs)
+    cases = [
+        VolumeCase(*about, order)
+        for about in zip(files, labels, shown, groups, splits, strict=True)
+    ]
+    if not _are_masks(matches, order, by_path):
+        return cases, lines
+    masks = [{organs[x]: by_path[x] for x in matches.labels[image.path]} for image in used]
+    lines += missing_lines(order, dict(zip(shown, masks, strict=True)))
+    return [case._replace(masks=x) for case, x in zip(cases, masks, strict=True)], lines
 
 
-def _check_one_each(matches: Matches) -> None:
-    """DataError: several volumes belong to one label, or several labels to one volume."""
+def _are_masks(matches: Matches, organs: Sequence[str], by_path: Mapping[str, VolumeFile]) -> bool:
+    """Whether each label file is the mask of one organ, also where a volume has one of several."""
+    own = [*matches.labels.values()]
+    several = any(len(files) > 1 for files in own)
+    return several or (
+        len(organs) > 1 and all(is_mask(read_case(by_path[files[0]], None)) for files in own)
+    )
+
+
+def _check_one_each(matches: Matches, *, are_masks: bool) -> None:
+    """DataError: several volumes belong to one label, or several labels but masks to a volume."""
+    labels = {} if are_masks else matches.labels
     several = {
         **{path: bands for path, bands in matches.bands.items() if path in matches.labels},
-        **{path: labels for path, labels in matches.labels.items() if len(labels) > 1},
+        **{path: own for path, own in labels.items() if len(own) > 1},
     }
     if several:
         path, files = next(iter(several.items()))

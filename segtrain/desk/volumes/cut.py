@@ -4,8 +4,10 @@ A slice of a .nii.gz takes seconds to reach, so they are written once, as TIFFs 
 training reads. Which volume is the label of which, names and values say, as of images.
 """
 
+import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ from segtrain.data.read.concurrent import for_each_pair
 from segtrain.data.read.cut_volumes import CUT_VOLUMES, CUT_VOLUMES_FILE, CutVolume
 from segtrain.data.read.volumes import AXES, MM, Stack, VolumeFile
 from segtrain.desk.volumes.cases import VolumeCase, find_cases, other_number, read_case, why_no_ids
+from segtrain.desk.volumes.organ_masks import BACKGROUND, joined, shared_lines
 from segtrain.desk.volumes.slice_sides import Written, divide_slices
 from segtrain.errors import ConfigError, DataError, ExecutionError, refuse_unused
 from segtrain.files import os_errors_as, write_atomic
@@ -63,12 +66,11 @@ def import_volumes(
         # Eval measures distances by it, and folds put predicted slices together again.
         cut = {volume.case.name: volume.place for volume in written}
         write_atomic(draft / CUT_VOLUMES_FILE, CUT_VOLUMES.dump_json(cut))
-        names = [x for source in sources for x in (source / NAMES, source.parent / NAMES)]
-        if there := next((x for x in names if x.is_file()), None):  # nnU-Net's, of the classes
-            shutil.copyfile(there, draft / NAMES)
+        _write_names(draft / NAMES, sources, written)
         for path in draft.iterdir():
             path.rename(output / path.name)
         draft.rmdir()
+    lines += shared_lines(sum((volume.shared for volume in written), Counter()))
     for note in sorted({volume.note for volume in written if volume.note}):
         files = first_of((x.case.image.path for x in written if x.note == note), 3)
         lines.append(f"warning: {files}: {note}")
@@ -77,6 +79,18 @@ def import_volumes(
     total = sum(len(volume.ids) for volume in written)
     lines.append(f"{total} slices along {along} of {what}: {printable(output)}")
     return lines
+
+
+def _write_names(path: Path, sources: Sequence[Path], written: Sequence[Written]) -> None:
+    """Writes which class an id is, as nnU-Net's dataset.json does, where anything tells it."""
+    names = [x for source in sources for x in (source / NAMES, source.parent / NAMES)]
+    case, there = written[0].case, next((x for x in names if x.is_file()), None)
+    is_binary = all(volume.counts.shape[1] <= 2 for volume in written)
+    if case.masks or (len(case.organs) == 1 and is_binary and there is None):
+        ids = {name: i for i, name in enumerate((BACKGROUND, *case.organs))}
+        write_atomic(path, json.dumps({"labels": ids}, indent=1))
+    elif there is not None:
+        shutil.copyfile(there, path)
 
 
 def _claim(output: Path, *, overwrite: bool) -> None:
@@ -134,26 +148,29 @@ def _write_case(case: VolumeCase, folder: Path, axis: int, dtype: np.dtype) -> W
         path = folder / IMAGES / case.name / f"{name}.tif"
         pixels = pixels[..., 0] if pixels.shape[2] == 1 else pixels
         tifffile.imwrite(path, pixels, metadata=None, **options)
-    counts = np.zeros((len(image.ids), 0))
+    counts, shared = np.zeros((len(image.ids), 0)), Counter()
     if case.label is not None:
-        counts = _write_labels(case, _checked_label(case, image, axis), folder)
+        read = partial(_checked_label, case, image, axis)
+        how = case.organs, case.masks, image, read
+        label, shared = joined(*how) if case.masks else (read(case.label), shared)
+        counts = _write_labels(case, label, folder)
     named, along = [f"{IMAGES}/{case.name}/{x}" for x in image.ids], image.stored and AXES[axis]
     size = image.pixels.shape[1:3]
     about = {"axis": along, "spacing_mm": image.spacing_mm, "stored": image.stored}
     place = CutVolume(slices=named, size=size, **about)
-    return Written(case, image.ids, counts, image.spacing, image.unit, image.note, place)
+    return Written(case, image.ids, counts, image.spacing, image.unit, image.note, place, shared)
 
 
-def _checked_label(case: VolumeCase, image: Stack, axis: int) -> Stack:
-    """DataError: no ids, or not of these voxels."""
-    label, place = read_case(case.label, axis), printable(case.label.path)
+def _checked_label(case: VolumeCase, image: Stack, axis: int, file: VolumeFile) -> Stack:
+    """A label of a case; DataError: no ids, or not of the voxels of its image."""
+    label, place = read_case(file, axis), printable(file.path)
     if problem := volumes.other_grid(image, label):
         raise DataError(f"{place}: {problem}: {printable(case.image.path)}")
     pixels = label.pixels
     if pixels.shape[3] != 1:
         raise DataError(f"{place}: {pixels.shape[3]} channels; expected ids in one")
     if other_number(pixels):
-        raise DataError(why_no_ids(case.label))
+        raise DataError(why_no_ids(file))
     return label._replace(pixels=np.round(pixels))
 
 

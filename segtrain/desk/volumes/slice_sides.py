@@ -1,5 +1,6 @@
 """Which slices to train and to evaluate on: whole patients, or a span of the only volume."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,10 @@ _GAP = 1 / 40
 
 
 class Written(NamedTuple):
-    """The slices of a case, how many pixels of each show each value, (N, K), and what to say."""
+    """The slices of a case, how many pixels of each show each value, (N, K), and what to say.
+
+    shared: voxels of two organs, as of `organ_masks.joined`.
+    """
 
     case: VolumeCase
     ids: tuple[str, ...]
@@ -27,6 +31,7 @@ class Written(NamedTuple):
     unit: str
     note: str
     place: CutVolume
+    shared: Counter[str]
 
 
 def divide_slices(written: Sequence[Written]) -> tuple[list[str], list[str], str]:
