@@ -7,7 +7,7 @@ is above; along x and y, the head is. Values are those of the file times its sca
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import get_ident
@@ -17,12 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from segtrain.data.read.decode import damage_named, number_dtype
-from segtrain.data.read.dicom import (
-    find_series,
-    is_dicom,
-    ordered,
-    slice_values,
-)
 from segtrain.data.read.find import IMAGE_SUFFIXES
 from segtrain.data.read.tiff import check_pages
 from segtrain.errors import ConfigError, DataError
@@ -118,6 +112,8 @@ def find_volumes(source: Path, *, stacks: bool = False) -> tuple[list[VolumeFile
 
     DataError: a folder cannot be read, or a TIFF is damaged.
     """
+    from segtrain.data.read import dicom  # what asks for a spacing alone needs none
+
     volumes: list[VolumeFile] = []
     others: list[Path] = []
     slices: list[Path] = []
@@ -133,8 +129,8 @@ def find_volumes(source: Path, *, stacks: bool = False) -> tuple[list[VolumeFile
             if kind in _NIFTI or (stacks and kind in _TIFF and _num_pages(path) > 1):
                 volumes.append(VolumeFile(path, name, (path,)))
             elif kind not in IMAGE_SUFFIXES and path.is_file():
-                (slices if is_dicom(path) else others).append(path)
-        found, alone = find_series(slices)
+                (slices if dicom.is_dicom(path) else others).append(path)
+        found, alone = dicom.find_series(slices)
     for one in found:
         single = source.stem if _suffix(source) in (".dcm", ".ima") else source.name
         name = one.folder.relative_to(source).as_posix() if is_folder else single
@@ -165,8 +161,10 @@ def load_volume(file: VolumeFile, *, headers_only: bool = False) -> Any:
     DataError: it is damaged, or no volume of single numbers with even steps.
     """
     if file.path.is_dir() or len(file.files) > 1 or _suffix(file.path) not in _NIFTI:
-        series = ordered(file.path, file.files)
-        return None if headers_only else _load_series(*series)
+        from segtrain.data.read import dicom
+
+        headers, affine, extra = dicom.ordered(file.path, file.files)
+        return None if headers_only else _image_of(map(dicom.slice_values, headers), affine, extra)
     nibabel = nifti_library()
     if not file.path.exists():
         raise DataError(f"{printable(file.path)}: no such file")
@@ -242,9 +240,10 @@ def _unit(image: Any) -> str:
     return _UNITS.get(int(image.header["xyzt_units"]) % 8, "mm")
 
 
-def _load_series(headers: Sequence[Any], affine: np.ndarray, extra: dict[str, str]) -> Any:
-    slices = np.stack([slice_values(header) for header in headers])  # (N, rows, columns)
-    image = nifti_library().Nifti1Image(slices.transpose(2, 1, 0), affine, extra=extra)
+def _image_of(slices: Iterable[np.ndarray], affine: np.ndarray, extra: dict[str, str]) -> Any:
+    """The image of slices of a series, (rows, columns) each."""
+    voxels = np.stack([*slices]).transpose(2, 1, 0)
+    image = nifti_library().Nifti1Image(voxels, affine, extra=extra)
     image.header.set_xyzt_units("mm")
     return image
 
