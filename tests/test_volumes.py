@@ -195,13 +195,14 @@ def sides(root, pattern):
     [
         ("patient_{i:02}_t{t}", [], r"patient_(\d+)"),
         ("patient_{i:02}_t{t}_0000", [], r"patient_(\d+)"),
+        ("s{i:02}{t}_0000", ["--group", r"s(\d\d)"], r"s(\d\d)"),
         ("sub-{i:02}/ses-{t}/anat/ct", [], r"sub-(\d+)"),
         ("visit{t}/p{i:02}", [], r"p(\d+)"),
         ("sub-{i:02}_ses-0{t}_T1w", [], r"sub-(\d+)"),
         ("p{i:02}_2020010{t}", [], r"p(\d+)"),
         ("scan{i:02}{t}", ["--group", r"scan(\d\d)"], r"scan(\d\d)"),
     ],
-    ids=["counter", "channel", "folders", "visits", "BIDS", "dates", "group"],
+    ids=["counter", "channel", "letter", "folders", "visits", "BIDS", "dates", "group"],
 )
 def test_scans_of_a_patient_stay_on_one_side(tmp_path, lab, name, options, patient):
     for i, t in SCANS:

@@ -22,6 +22,7 @@ from segtrain.desk.volumes.organ_masks import class_order, is_mask, missing_line
 from segtrain.errors import ConfigError, DataError
 from segtrain.text import counted, first_of, printable
 
+_CHANNEL = "_0000"
 _MOST_IDS, _FLAT, _MOST_CLASSES, _SAMPLE = 256, 0.7, 1 << 16, 3
 # How far from whole numbers ids may be: by the last digits of a scale, or by half a step of bytes
 # with a scale, if no two of them would become one.
@@ -70,7 +71,10 @@ def find_cases(
         ConfigError: `group` is not in a path, or folders divide a patient.
     """
     # With a suffix, as names of pictures have one.
-    by_path = {f"{x.name}{'.tif' if x.is_tiff else '.nii'}": x for x in found}
+    by_path = {
+        f"{name}{'.tif' if x.is_tiff else '.nii'}": x
+        for name, x in zip(_without_channel([x.name for x in found]), found, strict=True)
+    }
     if len(by_path) < len(found):
         raise DataError("several volumes have one name; import them one by one")
     # imagesTr/p01.nii and labelsTr/p01.nii are told apart and paired as pictures are.
@@ -113,6 +117,19 @@ def find_cases(
     masks = [{organs[x]: by_path[x] for x in matches.labels[image.path]} for image in used]
     lines += missing_lines(order, dict(zip(shown, masks, strict=True)))
     return [case._replace(masks=x) for case, x in zip(cases, masks, strict=True)], lines
+
+
+def _without_channel(names: Sequence[str]) -> list[str]:
+    """`names` without nnU-Net's `_0000`, where all of a folder have it: its images of one channel.
+
+    >>> _without_channel(["imagesTr/s01_0000", "labelsTr/s01"])
+    ['imagesTr/s01', 'labelsTr/s01']
+    """
+    of_folder: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        of_folder[name.rpartition("/")[0]].append(name)
+    have_it = {x for x, own in of_folder.items() if all(n.endswith(_CHANNEL) for n in own)}
+    return [n.removesuffix(_CHANNEL) if n.rpartition("/")[0] in have_it else n for n in names]
 
 
 def _are_masks(matches: Matches, organs: Sequence[str], by_path: Mapping[str, VolumeFile]) -> bool:
