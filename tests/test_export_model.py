@@ -267,7 +267,7 @@ def test_the_command_says_what_the_file_does_and_what_stays_outside(lab, monkeyp
     same = "--set eval.scales=[0.5] --set eval.mode=whole --set eval.flip=false"
     assert f"segtrain eval runs/mine {same} scores that" in out
     assert "the file divides logits by 1.5 before their softmax" in out
-    assert "not in the file, done by predict: whole image; scale 1; with flip (" in out
+    assert "not in the file, done by predict: whole image; with flip (" in out
     assert "takes images of at least 2 px" in out
     about = metadata_of(lab.folder / "new", "torchscript")
     assert json.loads(about["graph"])["view"] == {"short_side_px": 90, "scale": 0.5}
