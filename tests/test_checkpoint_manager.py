@@ -11,6 +11,7 @@ import torch
 from experiments import fill, flip_bit, unread
 from test_checkpoint import checkpoint, names
 
+from segtrain import files
 from segtrain.checkpoint.format import load, save, write_temporary
 from segtrain.checkpoint.manager import CheckpointManager
 from segtrain.errors import CheckpointError, ConfigError, ExecutionError
@@ -118,6 +119,20 @@ def test_a_damaged_last_is_skipped_for_the_previous_and_does_not_replace_it(tmp_
     store.save_last(checkpoint(step=3))
     assert load(tmp_path / "previous.pt").step == 2
     assert load(store.last).step == 3
+
+
+def test_a_last_that_may_not_be_read_is_no_reason_to_take_an_older_one(tmp_path, monkeypatch):
+    """The steps between would be lost, and the file set aside as if it were damaged."""
+    store, opened = store_in(tmp_path, 1, 2), files.open_regular
+
+    def refused(path, *args, **kwargs):
+        if os.path.basename(path) == "last.pt":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(files, "open_regular", refused)
+    with pytest.raises(ExecutionError, match=r"last\.pt: cannot be read: permission denied"):
+        store.newest()
 
 
 @pytest.mark.fault(32, 46)

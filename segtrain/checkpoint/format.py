@@ -135,9 +135,13 @@ def num_bytes(content: Any) -> int:
 
 
 def load(path: Path, *, verified: bool = False) -> Checkpoint:
-    """The checkpoint in `path`, on the CPU; CheckpointError if it is damaged or not segtrain's.
+    """The checkpoint in `path`, on the CPU.
 
     verified: the caller compares the SHA-256 of the file, so its CRC-32 are not compared here.
+
+    Raises:
+        CheckpointError: it is damaged or not segtrain's.
+        ExecutionError: this user may not read it; a run must not take an older one for that.
     """
     mistaken = {".yaml": "a config", ".yml": "a config"} | dict.fromkeys(IMAGE_SUFFIXES, "an image")
     mistaken |= {".onnx": "an exported graph", ".pt2": "an exported graph"}
@@ -153,6 +157,8 @@ def load(path: Path, *, verified: bool = False) -> Checkpoint:
             "refused: it holds more than tensors and plain data, which could run code; or it is "
             "damaged, or no checkpoint at all"
         )
+    except PermissionError as error:
+        raise ExecutionError(f"{path}: cannot be read: permission denied") from error
     except OSError as error:
         problem = f"cannot be read: {(error.strerror or str(error)).lower()}"
     except (torch_file.DamagedError, SafetensorError):
