@@ -122,13 +122,23 @@ def find_cases(
 def _without_channel(names: Sequence[str]) -> list[str]:
     """`names` without nnU-Net's `_0000`, where all of a folder have it: its images of one channel.
 
+    Elsewhere are names without it, as of labels, which may themselves end so.
+
     >>> _without_channel(["imagesTr/s01_0000", "labelsTr/s01"])
     ['imagesTr/s01', 'labelsTr/s01']
+    >>> _without_channel(["imagesTr/s_0000_0000", "labelsTr/s_0000"])
+    ['imagesTr/s_0000', 'labelsTr/s_0000']
     """
     of_folder: dict[str, list[str]] = defaultdict(list)
     for name in names:
         of_folder[name.rpartition("/")[0]].append(name)
-    have_it = {x for x, own in of_folder.items() if all(n.endswith(_CHANNEL) for n in own)}
+    stems = {name.rpartition("/")[2] for name in names}
+    have_it = {
+        folder
+        for folder, own in of_folder.items()
+        if all(name.endswith(_CHANNEL) for name in own)
+        and any(name.rpartition("/")[2].removesuffix(_CHANNEL) in stems for name in own)
+    }
     return [n.removesuffix(_CHANNEL) if n.rpartition("/")[0] in have_it else n for n in names]
 
 
