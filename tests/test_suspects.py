@@ -3,6 +3,7 @@
 import functools
 import re
 import shutil
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -14,6 +15,7 @@ from experiments import COLORS, small, train, write_config, write_data
 from segtrain.checkpoint import load_model
 from segtrain.config import load_config
 from segtrain.data import open_dataset
+from segtrain.desk.commands import suspects as command
 from segtrain.desk.results.cards import split_predictor
 from segtrain.desk.results.suspects import (
     OUTLIER,
@@ -314,11 +316,41 @@ def test_new_masks_are_judged_before_anyone_trains_on_them(planted, tmp_path, su
         words = "--output", tmp_path / "page.html", "--data", tmp_path / "new.yaml"
         said.append([suspects(run, *words, *more).out for more in ((), ("--split", "val"))])
     assert said[0] == said[1]
-    right, wrong = (re.search(r"^  1 . (\S+)  score .*", out, re.MULTILINE) for out in said[0])
-    assert (right[1] != "n5", wrong[1]) == (True, "n5")
-    assert "  1 * n5" in wrong[0]
+    both, evaluated = said[0]
+    assert "of 32 images stand out" in both
+    assert "of 16 images stand out" in evaluated
+    assert all("  1 * n5  score" in out for out in said[0])
     assert not any("not the data of the training" in out for out in said[0])
+    # Where the run's own images are gone, it says so.
+    (config.parent / "images/train").rename(config.parent / "gone")
+    out = suspects(run, *words).out
+    (config.parent / "gone").rename(config.parent / "images/train")
+    assert "warning: judged beside each other alone, not beside images of the run: " in out
     found = suspects(run, *words, "--exclude", tmp_path / "x.yaml")
-    assert (found.code, "not with --data" in found.err) == (2, True)
+    assert (found.code, "--exclude: is about" in found.err) == (2, True)
     out = suspects(run, *words[:2], "--split", "train").out
     assert "  1 * 3  score" in out
+
+
+def test_masks_that_are_mostly_wrong_stand_out_beside_those_of_the_run(monkeypatch):
+    new, own = range(16), range(100, 130)
+    rng = np.random.default_rng(0)
+
+    def losses(_, dataset, num_threads):
+        """11 of 16 new ones are wrong."""
+        pixels = np.full((len(dataset), 2), 2000.0)
+        mean = rng.uniform(0.1, 0.2, pixels.shape)
+        mean[:11] += 3.0 * (dataset is new)
+        return mean * pixels, pixels
+
+    monkeypatch.setattr(command, "measure", losses)
+    monkeypatch.setattr(command, "num_loader_workers", lambda data: 0)
+    config = SimpleNamespace(data=None)
+    for beside, found in (([own], 11), ([], 0)):
+        ranking = command._ranked([new], beside, None, config)
+        assert len(ranking.suspects) == len(new)
+        assert sum(suspect.stands_out for suspect in ranking.suspects) == found
+        assert ranking.unseen == 0
+    assert {x.index for x in command._ranked([new], [own], None, config).suspects[:11]} == {
+        *new[:11]
+    }

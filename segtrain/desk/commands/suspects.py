@@ -17,10 +17,10 @@ from segtrain.commands.config import find_config
 from segtrain.config import Config, load_config
 from segtrain.config.loading import config_to_yaml, yaml_value
 from segtrain.data import open_dataset
-from segtrain.data.read.classes import class_differences
+from segtrain.data.read.classes import ClassFile, class_differences
 from segtrain.data.read.dataset import SegDataset
 from segtrain.data.sample.loader import num_loader_workers
-from segtrain.desk.results.cards import predict_chosen, split_predictor, webp
+from segtrain.desk.results.cards import Predicted, predict_chosen, split_predictor, webp
 from segtrain.desk.results.on_list import data_on
 from segtrain.desk.results.page import render
 from segtrain.desk.results.suspects import (
@@ -38,6 +38,7 @@ from segtrain.desk.results.suspects import (
 from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError, DataError, ExecutionError
 from segtrain.files import check_output, os_errors_as, write_output
+from segtrain.inference.predictor import Predictor
 from segtrain.inference.settings import set_after_training
 from segtrain.run.directory import SUSPECTS, named_run, run_of
 from segtrain.task.tasks import task_of
@@ -90,26 +91,14 @@ def main(args: argparse.Namespace) -> int:
     config = set_after_training(loaded.config, args.set, ("data.root",), source=str(args.run))
     if args.data is not None:
         config = _with_images_of(args, config)
-    if args.split is None:
-        dataset = open_dataset(config.data, config.data.train_split)
-    else:
-        data = data_on(config.data, args.split)
-        dataset = open_dataset(data, data.eval_split)
-    of_training = args.data is None and dataset.split == config.data.train_split
-    if loaded.classes.names != dataset.classes.names:
-        (difference,), _ = class_differences(loaded.classes, dataset.classes, "ids")
-        raise DataError(f"{difference}; bring the class file of the training back")
+    sets, (beside, lines) = _sets(args, config, loaded), _beside(args, loaded.config)
+    of_training = args.data is None and args.split is None
     # Names and sizes are compared at once. The labels are hashed beside the pass over the images.
-    differing = eval_differences(loaded, config.data, dataset) if of_training else (x for x in ())
+    differing = eval_differences(loaded, config.data, sets[0]) if of_training else (x for x in ())
     with closing(differing) as differences:
-        lines = next(differences, [])
-        num_threads = max(1, num_loader_workers(config.data))
-        sums = measure(split_predictor(loaded, device), dataset, num_threads=num_threads)
-        ranking = rank(*sums)
-        if not ranking.suspects:
-            what = f"too few images to compare: no class has {LEAST_IMAGES} that show it"
-            raise DataError(f"split {dataset.split}: {what}")
-        findings = _findings(ranking.suspects[: args.number], loaded, dataset, device)
+        lines += next(differences, [])
+        ranking = _ranked(sets, beside, split_predictor(loaded, device), config)
+        findings = _findings(ranking.suspects[: args.number], loaded, sets, device)
         lines += next(differences, [])
     for line in lines:
         print(line)
@@ -119,7 +108,7 @@ def main(args: argparse.Namespace) -> int:
     _summarize(ranking, len(findings))
     source = f"{resolve(args.run).name}, {loaded.about}"
     print(f"measured by one pass of {source}; {BY_HEART}")
-    page = _page(args.run, findings, ranking, source, dataset)
+    page = _page(args.run, findings, ranking, source, sets)
     with os_errors_as(ExecutionError, output, "the page cannot be written"):
         write_output(output, page)
     print(printable(output))
@@ -139,7 +128,8 @@ def _with_images_of(args: argparse.Namespace, config: Config) -> Config:
     ConfigError: --exclude would write a config that nobody has made.
     """
     if args.exclude is not None or args.set:
-        raise ConfigError("--exclude, --set: are about the images of the run; not with --data")
+        option = "--set" if args.set else "--exclude"
+        raise ConfigError(f"{option}: is about the images of the run; not with --data")
     named = find_config(args.data)
     if named.note:
         say(named.note)
@@ -148,24 +138,78 @@ def _with_images_of(args: argparse.Namespace, config: Config) -> Config:
     return config.model_copy(update={"data": other.data.model_copy(update=of_model)})
 
 
+def _sets(args: argparse.Namespace, config: Config, loaded: LoadedModel) -> list[SegDataset]:
+    """The images to judge: of --split; of --data both splits; else those of the training.
+
+    DataError: they have other classes.
+    """
+    data = config.data if args.split is None else data_on(config.data, args.split)
+    splits = [data.train_split, data.eval_split] if args.data is not None else [data.train_split]
+    splits = splits if args.split is None else [data.eval_split]
+    sets = [open_dataset(data, split) for split in dict.fromkeys(splits)]
+    if loaded.classes.names != sets[0].classes.names:
+        (difference,), _ = class_differences(loaded.classes, sets[0].classes, "ids")
+        raise DataError(f"{difference}; bring the class file of the training back")
+    return sets
+
+
+def _beside(args: argparse.Namespace, config: Config) -> tuple[list[SegDataset], list[str]]:
+    """The run's own images where others are judged, most of which may be wrong; and a note."""
+    if args.data is None:
+        return [], []
+    data = config.data
+    try:
+        splits = dict.fromkeys((data.train_split, data.eval_split))
+        return [open_dataset(data, split) for split in splits], []
+    except DataError as error:
+        why = str(error).partition("\n")[0]
+        return [], [f"warning: judged beside each other alone, not beside images of the run: {why}"]
+
+
+def _ranked(
+    sets: Sequence[SegDataset],
+    beside: Sequence[SegDataset],
+    predictor: Predictor,
+    config: Config,
+) -> Ranking:
+    """The images of `sets` in one row, by their losses among all; DataError: too few images."""
+    num_threads = max(1, num_loader_workers(config.data))
+    every = [measure(predictor, one, num_threads=num_threads) for one in (*sets, *beside)]
+    losses, pixels = (np.concatenate(parts) for parts in zip(*every, strict=True))
+    number = sum(map(len, sets))
+    suspects = [x for x in rank(losses, pixels).suspects if x.index < number]
+    if not suspects:
+        what = f"too few images to compare: no class has {LEAST_IMAGES} that show it"
+        raise DataError(f"split {sets[0].split}: {what}")
+    return Ranking(suspects, number - len(suspects))
+
+
 def _findings(
-    suspects: Sequence[Suspect], loaded: LoadedModel, dataset: SegDataset, device: torch.device
+    suspects: Sequence[Suspect],
+    loaded: LoadedModel,
+    sets: Sequence[SegDataset],
+    device: torch.device,
 ) -> list[SuspectCard]:
-    """What the model says about the suspects, in their order."""
+    """What the model says about the suspects, in their order; their indices go on over `sets`."""
     cards: dict[int, SuspectCard] = {}
-    classes, suspect_at = dataset.classes, {image.index: image for image in suspects}
-    for image in predict_chosen(loaded, dataset, suspect_at, device):
-        suspect = suspect_at[image.index]
-        maps = image.label, image.pred, image.probability
-        region = disputed(*maps)
-        pictures = [webp(_outlined(view, region)) for view in image.views(classes.palette)]
-        said = claims(*maps, classes.names, suspect.class_id)
-        words = "; ".join(claim.words for claim in said)
-        numbers = _numbers(suspect, classes.names)
-        cards[image.index] = SuspectCard(
-            suspect, dataset.name(image.index), numbers, words, pictures
-        )
-    return [cards[image.index] for image in suspects]
+    first = 0
+    for dataset in sets:
+        chosen = {x.index - first: x for x in suspects if 0 <= x.index - first < len(dataset)}
+        for image in predict_chosen(loaded, dataset, chosen, device):
+            suspect = chosen[image.index]
+            name = dataset.name(image.index)
+            cards[suspect.index] = _card(suspect, name, image, dataset.classes)
+        first += len(dataset)
+    return [cards[suspect.index] for suspect in suspects]
+
+
+def _card(suspect: Suspect, name: str, image: Predicted, classes: ClassFile) -> SuspectCard:
+    maps = image.label, image.pred, image.probability
+    region = disputed(*maps)
+    pictures = [webp(_outlined(view, region)) for view in image.views(classes.palette)]
+    said = claims(*maps, classes.names, suspect.class_id)
+    words = "; ".join(claim.words for claim in said)
+    return SuspectCard(suspect, name, _numbers(suspect, classes.names), words, pictures)
 
 
 def _outlined(picture: np.ndarray, region: np.ndarray) -> np.ndarray:
@@ -205,23 +249,24 @@ def _page(
     findings: Sequence[SuspectCard],
     ranking: Ranking,
     source: str,
-    dataset: SegDataset,
+    sets: Sequence[SegDataset],
 ) -> str:
+    classes = sets[0].classes
     return render(
         "suspects.html",
         title=run.resolve().name,
         run=str(run),
         cards=findings,
-        num_images=len(dataset),
+        num_images=sum(map(len, sets)),
         num_outliers=sum(suspect.stands_out for suspect in ranking.suspects),
         outlier=OUTLIER,
         sure=SURE,
         unseen=ranking.unseen,
         source=source,
         by_heart=BY_HEART,
-        split=dataset.split,
-        classes=dataset.classes.names,
-        colors=dataset.classes.palette,
+        split=" and ".join(dataset.split for dataset in sets),
+        classes=classes.names,
+        colors=classes.palette,
     )
 
 
