@@ -330,6 +330,27 @@ def shifted(folder):
         save(folder / f"labels/{i:02}.png", scene(i + 1)[1])
 
 
+def shifted_outlines(folder):
+    """Of 12 images, each with those of the next one."""
+    from pycocotools.mask import encode
+
+    shifted(folder)
+    (folder / "labels").rename(folder.parent / f"{folder.name}_masks")
+    images, outlines = [], []
+    for i in range(12):
+        images.append({"id": i, "file_name": f"{i:02}.png", "height": 64, "width": 80})
+        path = folder.parent / f"{folder.name}_masks/{i:02}.png"
+        classes = np.array(Image.open(path))
+        for k in (1, 2, 3):
+            runs = encode(np.asfortranarray(classes == k, np.uint8))
+            mask = {"size": runs["size"], "counts": runs["counts"].decode()}
+            about = {"iscrowd": 0, "area": 1, "bbox": [0, 0, 1, 1], "segmentation": mask}
+            outlines.append({"id": 10 * i + k, "image_id": i, "category_id": k} | about)
+    names = [{"id": k, "name": NAMES[k]} for k in (1, 2, 3)]
+    content = {"images": images, "annotations": outlines, "categories": names}
+    (folder / "annotations.json").write_text(json.dumps(content))
+
+
 def other_size(folder):
     write(folder)
     save(folder / "labels/3.png", np.zeros((60, 80), np.uint8))
@@ -398,6 +419,7 @@ see_through = labelled(lambda classes: np.dstack([COLORS[classes], 80 * classes]
 below_0 = labelled(lambda classes: classes.astype(np.int16) - 1, label="labels/{}.npy")
 BAD = [
     (shifted, "fit the next image better than their own"),
+    (shifted_outlines, "annotations.json (COCO): labels fit the next image better than their own"),
     (other_size, "labels/3.png: 60x80, image 64x80"),
     (cut_off("labels/3.png", -30), "labels/3.png: damaged"),
     (no_labels, "8 pictures look like labels, but have no image: labels/s.png"),
@@ -416,6 +438,12 @@ BAD = [
     (see_through, "*.png (their transparency varies: save labels without it)"),
     (below_0, "*.npy (values below 0, above 65535 or between whole numbers)"),
 ]
+
+
+def test_outlines_that_seem_mixed_up_are_taken_if_the_user_says_so(folder):
+    shifted_outlines(folder)
+    found, _ = labels_of(init(folder, "--pairs", "named"))
+    assert len(found) == 12
 
 
 @pytest.mark.parametrize(("make", "message"), BAD)

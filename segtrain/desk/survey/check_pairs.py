@@ -99,6 +99,12 @@ def check_pairs(
     return _note_rim(survey, labels, pairs, answers)
 
 
+def check_drawn(labels: LabelSet, pairs: Sequence[ComparedPair], answers: Answers) -> None:
+    """As `check_pairs`, of outlines that were drawn, whose values are asked about elsewhere."""
+    if len(pairs) >= _FEWEST_PAIRS and not answers.trusts_pairs:
+        _check_edges(labels, edge_scores(pairs), "--pairs named")
+
+
 def _check_black_zeros(
     survey: Survey, labels: LabelSet, pairs: Sequence[ComparedPair], answers: Answers
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from segtrain.data.read.cut_volumes import read_cut_volumes
 from segtrain.desk.survey.balance import Balance, balance, check_left_out
-from segtrain.desk.survey.check_pairs import check_pairs, choose_orientation
+from segtrain.desk.survey.check_pairs import check_drawn, check_pairs, choose_orientation
 from segtrain.desk.survey.choose_set import choose_labels
 from segtrain.desk.survey.class_files import by_class
 from segtrain.desk.survey.class_ids import class_ids_by_window
@@ -58,6 +58,10 @@ def decide(
         answers = replace(answers, labels=said) if said else answers
         if said or (found.annotations and not found.sets):
             labels, classes = draw_annotations(found, output, answers, jobs)
+            if not labels.overlapping:  # else they are bands
+                files = {k: tuple(str(output / x) for x in own) for k, own in labels.labels.items()}
+                drawn = replace(labels, kind="ids", labels=files)
+                check_drawn(drawn, read_pairs(folder, found.images, drawn), answers)
         else:
             refuse_unused(vars(answers), "attribute", "labels that are pictures")
             labels = choose_labels(found, answers)

@@ -42,7 +42,7 @@ def draw_annotations(
     if kinds[0] not in survey.annotations:
         there = first_of(survey.annotations)
         raise ConfigError(f"--labels {kinds[0]}: no such labels; found annotations of {there}")
-    refuse_unused(vars(answers), "exif ignore instances pairs resize threshold", "annotation files")
+    refuse_unused(vars(answers), "exif ignore instances resize threshold", "annotation files")
     if answers.empty_folders:
         raise ConfigError(f"--missing {answers.missing}: folders are for labels that are pictures")
     files = survey.annotations[kinds[0]]
