@@ -642,6 +642,13 @@ def test_a_damaged_header_stops_no_other_volume(slices_of_three, tmp_path, capsy
     capsys.readouterr()
     alone = nib.load(tmp_path / "alone/labels/a.nii.gz")
     np.testing.assert_array_equal(found["a.nii.gz"].dataobj, alone.dataobj)
+    # Of volumes with one name the folders tell them apart.
+    both = [write_nifti(tmp_path / f"p{i}/a.nii.gz", phantom(7)[0]) for i in (1, 2)]
+    assert run("predict", model, *both, new / "a.nii.gz", "--output", tmp_path / "both") == 0
+    capsys.readouterr()
+    for folder in ("p1", "p2", "new"):
+        same = nib.load(tmp_path / f"both/labels/{folder}/a.nii.gz")
+        np.testing.assert_array_equal(same.dataobj, alone.dataobj)
     # Where nothing can be predicted, or a name is wrong, no model is loaded.
     missing = new / "a.nii.gz", new / "no.nii.gz"
     for given, problem in (((path,), f"{path}: damaged"), (missing, "no.nii.gz: no such file")):

@@ -1,5 +1,6 @@
 """`segtrain predict` of volumes: slice by slice, into a volume that lies where the source does."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -132,6 +133,7 @@ def _split_inputs(
         volumes += inside
         notes += said
         others += [] if inside else [given]
+    volumes = _with_folders(volumes)
     paths: dict[str, Path] = {}
     for volume in volumes:
         if (other := paths.setdefault(volume.name, volume.path)) != volume.path:
@@ -139,6 +141,17 @@ def _split_inputs(
             what = f"both predictions would be {volume.name}{ENDING}"
             raise DataError(f"{both}: {what}; name the folder above both")
     return volumes, others, notes
+
+
+def _with_folders(volumes: Sequence[VolumeFile]) -> list[VolumeFile]:
+    """`volumes`, with their folders in front where names are equal, as of p01/ct and p02/ct."""
+    paths: dict[str, set[Path]] = defaultdict(set)
+    for volume in volumes:
+        paths[volume.name].add(volume.path)
+    return [
+        x._replace(name=f"{x.path.resolve().parent.name}/{x.name}") if len(paths[x.name]) > 1 else x
+        for x in volumes
+    ]
 
 
 def _files_below(given: str | Path, output: Path) -> list[str]:
