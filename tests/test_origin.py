@@ -29,7 +29,8 @@ def weights_of(*runs, name="best.pt"):
 def test_a_folder_of_predictions_tells_of_each_command_that_wrote_there(lab, data, runs):
     one, two = runs
     out, photos = lab.folder / "out", sorted((data / "images").rglob("*.png"))[:2]
-    lab.done("predict", one, photos[0], "--output", out, "--unknown-below", 0.4)
+    table = "--table", lab.folder / "t.csv"
+    lab.done("predict", one, photos[0], "--output", out, "--unknown-below", 0.4, *table)
     words = ["--set", "eval.flip=true", "--threshold", "plant=0.3"]
     said = lab.done("predict", two, photos[1], "--with", one, "--output", out, *words).out
     assert f"warning: {out} also holds predictions of one/checkpoints/best.pt, step 1; " in said
@@ -38,6 +39,7 @@ def test_a_folder_of_predictions_tells_of_each_command_that_wrote_there(lab, dat
         lie = [{"path": str((run / "checkpoints/best.pt").resolve())} for run in paths]
         assert line["models"] == [a | b for a, b in zip(weights_of(*paths), lie, strict=True)]
     assert first["inputs"] == [str(photos[0])]
+    assert (first["tables"], second["tables"]) == ([str(table[1])], [])
     assert first["unknown_below"] == 0.4
     assert (first["thresholds"], second["thresholds"]) == ({}, {"plant": 0.3})
     assert "with flip" in second["settings"]

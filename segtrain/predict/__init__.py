@@ -101,6 +101,7 @@ def _asked(args: argparse.Namespace, ready: ReadyModel) -> dict[str, Any]:
         "set": args.set,
         "thresholds": dict(args.thresholds),
         "unknown_below": args.unknown_below,
+        "tables": [str(path) for path in (args.table, args.objects) if path],
     }
 
 
