@@ -68,11 +68,11 @@ class LabelMaps:
             raise DataError(f"{printable(folder)}: expected a folder of label maps")
         if cut := [pair.image for pair in dataset.pairs if pair.window]:
             raise DataError(f"{first_of(dict.fromkeys(cut), 3)}: windows of rasters are not scored")
-        owners, jpegs = _owners(dataset), files_by_name(folder, (".jpg", ".jpeg"))
+        owners = _owners(dataset)
         found: dict[int, list[Path]] = defaultdict(list)
         problems, others = [], 0
         by_name = files_by_name(folder, LABEL_SUFFIXES, ending)
-        if jpegs and not by_name:
+        if not by_name and (jpegs := files_by_name(folder, (".jpg", ".jpeg"))):
             what = "JPEG blurs the values of label maps; write them as PNG"
             raise DataError(f"{printable(next(iter(jpegs.values()))[0])}: {what}")
         if not ending and (end := _shared_ending([*by_name], owners)):
