@@ -585,13 +585,13 @@ COMMANDS = (
         _argument("--exclude", "write the config without those that stand out", "FILE", _path),
         _argument("--data", "judge the images of this experiment or run instead", "CONFIG|RUN"),
         _argument(
-            "--split", "or list file, whose masks are judged (default: data.train_split)", "S|LIST"
+            "--split", "or list file, to judge (default: the training's; of --data both)", "S|LIST"
         ),
         _DATA_ROOT,
         _PLUGIN,
         _DEVICE,
-        description="Rank the masks of the training split by the loss of each image and class "
-        "under the best\ncheckpoint, in one pass, and write one HTML file: image, mask, "
+        description="Rank masks, by default those of the training split, by the loss of each "
+        "image\nand class under the best checkpoint, in one pass, and write one HTML file: image, mask, "
         "prediction, and where and how\nthey disagree: shifted, swapped, missing. The masks are "
         "not changed.",
         examples="segtrain suspects runs/own\n"

@@ -1,4 +1,4 @@
-"""Which masks of the training split are probably wrong: those that the model does not believe.
+"""Which masks are probably wrong: those that the model does not believe.
 
 A network learns first what most masks agree on, and masks that contradict them keep a high loss
 (small loss, arXiv:1804.06872). One that it has learnt by heart (arXiv:1706.05394) has a low one,
@@ -59,7 +59,8 @@ _SLIGHT = 5e-3  # of the image; claims of less do not explain a high loss
 class Suspect(NamedTuple):
     """An image whose mask may be wrong.
 
-    index: in the training split. score: of the image. class_id: its worst class.
+    index: in the row of images that `rank` was given. score: of the image. class_id: its worst
+        class.
     loss, usual: the mean loss of a pixel of this class here, and the median over the images.
     """
 
