@@ -591,9 +591,9 @@ COMMANDS = (
         _PLUGIN,
         _DEVICE,
         description="Rank masks, by default those of the training split, by the loss of each "
-        "image\nand class under the best checkpoint, in one pass, and write one HTML file: image, mask, "
-        "prediction, and where and how\nthey disagree: shifted, swapped, missing. The masks are "
-        "not changed.",
+        "image\nand class under the best checkpoint, in one pass, and write one HTML file: image, "
+        "mask,\nprediction, and where and how they disagree: shifted, swapped, missing. The masks "
+        "are not\nchanged.",
         examples="segtrain suspects runs/own\n"
         "segtrain suspects runs/own --number 100 --exclude wrong.yaml\n"
         "segtrain suspects runs/own --data own2  # new masks, before they are trained on",
