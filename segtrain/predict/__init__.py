@@ -14,7 +14,6 @@ from typing import Any
 
 from PIL import Image
 
-from segtrain.checkpoint.origin import add_record
 from segtrain.checkpoint.ready import ReadyModel, make_ready
 from segtrain.config.loading import given_keys
 from segtrain.data.read.photos import find_images
@@ -23,6 +22,7 @@ from segtrain.distributed.process_group import device_for
 from segtrain.errors import EXIT_OK, ConfigError
 from segtrain.predict.kind import Job, Kind
 from segtrain.predict.object_table import TableOptions
+from segtrain.predict.record import add_record
 from segtrain.predict.summary import print_about, summarize
 from segtrain.run import pictures
 from segtrain.task.decision_rule import rule_of
